@@ -1,0 +1,250 @@
+"""Every setting of a run, in one flat dataclass; its command line (tyro) and its checks.
+
+A recipe (`train_search.py`) subclasses `Config` with its own settings and changes defaults. The text under each field is
+its `--help`. Names say what is counted: `groups_per_step`, `rollouts_per_group`, never a bare batch size.
+
+    class MyConfig(Config): my_knob: int = 3        config = parse(MyConfig)        # errors: one line, exit status 2
+"""
+
+import dataclasses
+import hashlib
+import hmac
+import os
+import re
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeVar
+
+CACHE = Path(os.environ.get("HARNESSED_CACHE", "~/.cache/harnessed")).expanduser()
+
+
+@dataclass(kw_only=True)
+class Config:
+    """Train a language model with reinforcement learning inside the harness it will be deployed in."""
+
+    # --- the run
+    name: str = ""
+    """Name of the run; its files are in RUNS_DIR/NAME. Empty: the recipe's name and the time."""
+    runs_dir: str = "runs"
+    """Where runs are kept: metrics.jsonl, gateway log, checkpoints, output of rollouts."""
+    steps: int = 40
+    """Optimizer steps (one step trains GROUPS_PER_STEP groups) after which the run ends."""
+    seed: int = 0
+    """Seeds the data order, the engine's sampling and everything else that is drawn."""
+    resume: bool = False
+    """Go on with the run NAME from its newest checkpoint."""
+
+    # --- the model
+    model: str = ""
+    """A local Hugging Face directory, or a hub name (Qwen3.5-9B means Qwen/Qwen3.5-9B). Empty: with a GPU Qwen/Qwen3.5-9B,
+    without one the built-in small model, made on first use in $HARNESSED_CACHE (default ~/.cache/harnessed)."""
+    max_context_tokens: int = 2048
+    """Longest prompt plus response that the engine serves and the longest row that is trained, in tokens."""
+
+    # --- rollouts
+    groups_per_step: int = 16
+    """Groups (rollouts of one task) that one optimizer step consumes."""
+    rollouts_per_group: int = 8
+    """Rollouts of one task; their mean reward is the baseline."""
+    groups_in_flight: int = 0
+    """Groups kept running at once. 0: GROUPS_PER_STEP, which is synchronous RL; more is collocated async."""
+    max_staleness: int = 0
+    """Oldest token that is trained, in weight versions. 0: 2 * GROUPS_IN_FLIGHT / GROUPS_PER_STEP."""
+    max_refills: int = 16
+    """Groups started at most in one step in place of skipped ones (all rewards equal); then the step is smaller."""
+    max_running: int = 64
+    """Rollouts that the controller runs at once."""
+    max_attempts: int = 3
+    """Attempts for a rollout that the machinery lost (a lost rollout is never reward 0)."""
+    rollout_timeout: float = 300.0
+    """Seconds for one rollout's harness and verifier each, held time excluded."""
+    on_failure: Literal["zero", "drop"] = "zero"
+    """What a rollout counts whose harness or verifier failed or ran out of time: reward 0, or nothing."""
+
+    # --- sampling
+    temperature: float = 1.0
+    """Sampling temperature of training rollouts; log-probs are taken at it on both sides."""
+    max_response_tokens: int = 64
+    """Most tokens of one model call (clamped to the context left)."""
+    eval_every: int = 10
+    """Evaluate after every so many steps, and at the start and the end. 0: never."""
+    eval_temperature: float = 1.0
+    """Sampling temperature of evaluation rollouts."""
+    eval_rollouts_per_task: int = 1
+    """Rollouts of each evaluation task."""
+    eval_tasks: int = 0
+    """Evaluation tasks used, the first ones. 0: all."""
+
+    # --- advantage and loss (advantage.py has the formulas)
+    advantage: Literal["grpo", "dr_grpo", "rloo", "maxrl"] = "grpo"
+    """How the rewards of a group become the advantages of its rollouts."""
+    loss_normalization: Literal["rollout_mean", "token_mean", "constant"] = "rollout_mean"
+    """Weight of a token: 1/(R T_rollout), 1/T_update, or 1/(R LOSS_HORIZON)."""
+    loss_horizon: float = 1000.0
+    """Fixed length that the loss of a rollout is divided by with `constant` (Dr. GRPO)."""
+    ratio: Literal["token", "gspo"] = "token"
+    """Importance ratio of the clipped objective: of each token, or of the sequence (GSPO)."""
+    clip_low: float = 0.2
+    """PPO clip below: ratios under 1 - CLIP_LOW get no gradient (when that would help the objective)."""
+    clip_high: float = 0.28
+    """PPO clip above: 1 + CLIP_HIGH (DAPO's clip-higher)."""
+    dual_clip: float = 3.0
+    """With a negative advantage the ratio counts at most this much (dual-clip PPO)."""
+    importance: Literal["token", "sequence", "mask", "none"] = "token"
+    """Off-policy correction pi_old / pi_rollout: truncated for each token, for each row, masked out, or none."""
+    importance_cap: float = 2.0
+    """Cap of the off-policy importance weight."""
+    kl_coef: float = 0.0
+    """Weight of the KL penalty (k3 estimator) to the starting model. 0: no reference model is kept."""
+    minibatches: int = 1
+    """Optimizer steps that one batch of groups is cut into (whole groups each)."""
+
+    # --- optimizer
+    lr: float = 1e-6
+    """AdamW learning rate."""
+    lr_warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly from 0."""
+    lr_decay: Literal["constant", "linear"] = "constant"
+    """Learning rate after the warm-up: constant, or falling linearly to a tenth at the last step."""
+    weight_decay: float = 0.0
+    """AdamW weight decay."""
+    adam_beta1: float = 0.9
+    """AdamW decay of the mean of the gradients."""
+    adam_beta2: float = 0.95
+    """AdamW decay of the mean of their squares."""
+    max_grad_norm: float = 1.0
+    """Gradients are clipped to this norm."""
+    micro_batch_tokens: int = 16384
+    """Tokens (padding included) of one forward and backward pass. Gradients do not depend on it."""
+
+    # --- processes
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the trainer and the embedded engine compute."""
+    threads: int = 0
+    """CPU threads of trainer and engine each (they take turns). 0: all cores."""
+    gateway_url: str = ""
+    """A gateway that runs already. Empty: start one."""
+    engine_url: str = ""
+    """An engine that runs already and speaks vLLM's routes. Empty: start the embedded one."""
+    secret_file: str = ""
+    """File with the run's secret, from which all keys are made. Empty: RUNS_DIR/NAME/secret."""
+    start_controller: bool = True
+    """Start a local controller. False: one runs elsewhere."""
+    gateway_port: int = 0
+    """Port of the gateway that is started. 0: a free one."""
+    engine_port: int = 0
+    """Port of the engine that is started. 0: a free one."""
+
+    # --- records
+    checkpoint_every: int = 20
+    """Checkpoint after every so many steps and at the end. 0: only at the end."""
+    keep_checkpoints: int = 2
+    """Checkpoints kept; older ones are removed."""
+    wandb: Literal["auto", "offline", "online", "disabled"] = "auto"
+    """Weights & Biases: auto is online where WANDB_API_KEY is set, else offline."""
+    wandb_project: str = "harnessed"
+    """Project that the run is shown under."""
+
+    def __post_init__(self) -> None:
+        recipe = Path(sys.argv[0]).stem or "run"
+        self.name = self.name or f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        self.groups_in_flight = self.groups_in_flight or self.groups_per_step
+        self.max_staleness = self.max_staleness or -(-2 * self.groups_in_flight // max(self.groups_per_step, 1))
+        self.model = resolve_model(self.model)
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.runs_dir) / self.name
+
+    @property
+    def group_timeout(self) -> float:
+        """Seconds after which a group ends with the rollouts it has: all attempts of all that queue before it."""
+        waves = 1 + self.groups_in_flight * self.rollouts_per_group / self.max_running
+        return 2 * self.rollout_timeout * self.max_attempts * waves
+
+    def validate(self) -> None:
+        """Raises ValueError naming the setting, its value and what would be right."""
+        def need(ok: bool, setting: str, right: str) -> None:
+            if not ok:
+                flag = "--" + setting.replace("_", "-")
+                raise ValueError(f"{flag} is {getattr(self, setting)!r}: {right}")
+
+        positive = "steps groups_per_step max_running max_attempts rollout_timeout max_response_tokens lr minibatches \
+            max_grad_norm micro_batch_tokens keep_checkpoints temperature loss_horizon eval_rollouts_per_task max_staleness"
+        for setting in positive.split():
+            need(getattr(self, setting) > 0, setting, "must be greater than 0")
+        for setting in "max_refills eval_every eval_tasks kl_coef lr_warmup_steps weight_decay threads checkpoint_every clip_low \
+                clip_high eval_temperature".split():
+            need(getattr(self, setting) >= 0, setting, "must not be negative")
+        need(bool(re.fullmatch(r"[A-Za-z0-9_.-]{1,80}", self.name)) and self.name not in (".", ".."), "name",
+             "use 1 to 80 letters, digits, '_', '.', '-'")
+        need(self.rollouts_per_group >= 2, "rollouts_per_group", "must be at least 2: the others are the baseline")
+        need(self.groups_in_flight >= self.groups_per_step, "groups_in_flight",
+             f"must be at least --groups-per-step ({self.groups_per_step})")
+        need(self.groups_per_step % self.minibatches == 0, "minibatches",
+             f"must divide --groups-per-step ({self.groups_per_step})")
+        need(self.importance_cap >= 1, "importance_cap", "must be at least 1 (truncated importance weights use 2)")
+        need(self.clip_low < 1, "clip_low", "must be under 1 (DAPO uses 0.2)")
+        need(self.dual_clip > 1 + self.clip_high, "dual_clip", f"must be over 1 + --clip-high ({1 + self.clip_high})")
+        need(self.max_response_tokens < self.max_context_tokens, "max_response_tokens",
+             f"must be under --max-context-tokens ({self.max_context_tokens})")
+        need(self.micro_batch_tokens >= self.max_context_tokens, "micro_batch_tokens",
+             f"must hold the longest row, --max-context-tokens ({self.max_context_tokens}): a row is never split")
+        need(0 <= self.adam_beta1 < 1, "adam_beta1", "must be in [0, 1)")
+        need(0 <= self.adam_beta2 < 1, "adam_beta2", "must be in [0, 1)")
+        for setting in ("gateway_url", "engine_url"):
+            url = getattr(self, setting)
+            need(not url or bool(re.fullmatch(r"https?://[^\s/]+/?", url)), setting, "use http://HOST:PORT")
+        for setting in ("gateway_port", "engine_port"):
+            need(0 <= getattr(self, setting) < 65536, setting, "must be a port number, or 0 for a free one")
+        if self.model and not Path(self.model).is_dir():
+            need("/" in self.model and not self.model.startswith((".", "/", "~")), "model",
+                 "there is no such directory; give a directory with config.json, or a hub name such as Qwen3.5-9B")
+
+
+def resolve_model(model: str) -> str:
+    """`Qwen3.5-9B` -> `Qwen/Qwen3.5-9B`; an existing directory means itself."""
+    if model and not Path(model).expanduser().is_dir() and re.fullmatch(r"Qwen[\w.-]+", model):
+        return "Qwen/" + model
+    return str(Path(model).expanduser()) if model.startswith("~") else model
+
+
+def read_secret(path: Path) -> str:
+    """The run's secret, from which all its keys are made. Made (mode 0600) if there is none."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as f:
+            f.write(os.urandom(32).hex())
+    return path.read_text().strip()
+
+
+def make_key(secret: str, scope: str, rollout: str = "", attempt: int = 0) -> str:
+    """The API key of (scope, rollout, attempt): says who calls, and an HMAC that it is true. Scopes: admin, agent, verifier."""
+    name = f"{scope}-{rollout}-{attempt}"
+    return f"{name}-{hmac.new(secret.encode(), name.encode(), hashlib.sha256).hexdigest()[:32]}"
+
+
+T = TypeVar("T", bound=Config)
+
+
+def parse(config_class: type[T], args: list[str] | None = None) -> T:
+    """The command line as a validated config. A bad setting ends the program with one line and exit status 2."""
+    import tyro
+
+    config = tyro.cli(config_class, args=args, description=sys.modules[config_class.__module__].__doc__)
+    try:
+        config.validate()
+    except ValueError as error:
+        sys.exit(_complain(str(error)))
+    return config
+
+
+def _complain(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return 2
+
+
+def to_dict(config: Config) -> dict:
+    return dataclasses.asdict(config)

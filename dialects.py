@@ -1,0 +1,73 @@
+"""API dialects: what a harness sends becomes one chat request, and one chat completion becomes what it expects back.
+
+Chat completions only, so far. Completions, responses and Anthropic messages get their own `*_request`, `*_reply`,
+`*_stream` and `*_error` here; the gateway sees one chat request and one chat completion whatever the dialect.
+
+    harness body --chat_request--> checked chat request -> gateway -> chat completion --chat_stream--> SSE events
+Pure functions: no I/O, no state. User input that is wrong raises ValueError with a message for the harness.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+
+ERROR_TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
+               404: "not_found_error", 409: "conflict_error", 413: "request_too_large", 429: "rate_limit_error"}
+
+
+def chat_error(status: int, message: str, code: str | None = None) -> dict[str, Any]:
+    kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+def chat_request(body: dict[str, Any]) -> dict[str, Any]:
+    """The body itself, checked where the engine's own message would be unclear, late, or a crash."""
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("'messages' must be a non-empty list")
+    for at, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError(f"messages[{at}] must be an object with a string 'role'")
+        content = message.get("content")
+        if content is not None and not isinstance(content, str | list):
+            raise ValueError(f"messages[{at}].content must be a string, a list of parts or null")
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind not in ("text", "refusal"):
+                raise ValueError(f"messages[{at}].content: only text parts are supported, not {kind!r}: "
+                                 "this model reads no images, audio or files")
+            if not isinstance(part.get(kind), str):
+                raise ValueError(f"messages[{at}].content: a {kind} part needs a string {kind!r}")
+    if body.get("n") not in (None, 1):
+        raise ValueError(f"n={body['n']!r} is not supported: send n parallel requests instead, each is its own sample")
+    tools = body.get("tools")
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise ValueError("'tools' must be a list of objects")
+    if not isinstance(body.get("stream"), bool | None):
+        raise ValueError("'stream' must be a boolean")
+    return body
+
+
+def sse(data: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(data) + b"\n\n"
+
+
+def chat_chunk(head: dict[str, Any], delta: dict[str, Any], finish: str | None = None) -> bytes:
+    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
+    return sse({**head, "object": "chat.completion.chunk", "choices": [choice]})
+
+
+def chat_stream(completion: dict[str, Any], usage: bool) -> Iterator[bytes]:
+    """The events after the first, empty delta; the deltas concatenate to `completion`'s message."""
+    head = {key: completion[key] for key in ("id", "created", "model")}
+    choice = completion["choices"][0]
+    for key in ("reasoning_content", "reasoning", "content"):
+        if choice["message"].get(key):
+            yield chat_chunk(head, {key: choice["message"][key]})
+    for index, call in enumerate(choice["message"].get("tool_calls") or ()):
+        yield chat_chunk(head, {"tool_calls": [{**call, "index": index}]})
+    yield chat_chunk(head, {}, choice["finish_reason"])
+    if usage:
+        yield sse({**head, "object": "chat.completion.chunk", "choices": [], "usage": completion["usage"]})
+    yield b"data: [DONE]\n\n"

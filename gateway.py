@@ -1,0 +1,1034 @@
+"""The gateway: rollouts, their keys, the model proxy that harnesses call, the turn log, and the hold during an update.
+
+    trainer --POST /rollouts--> queue --POST /claim--> controller --agent key--> harness (--verifier key--> verifier)
+    harness --/v1/chat/completions--> [key, limits] -> gate -> render -> gate -> generate -> derender -> log -> reply
+    trainer --/pause--> the gate closes: new calls wait at it; generations that the engine aborts come back with their
+            ids, wait at it too, and go on from those ids after /resume. The harness sees one slow reply.
+    trainer <--GET /finished (long poll)-- rollouts in the order in which they ended
+
+One process, one event loop, one SQLite connection (WAL), which is the state: in memory besides it are the open calls and
+two caches. A `with self.db` block has no `await` in it and is one transaction, committed when the block ends, before
+any reply that depends on it: `kill -9` loses nothing that was acknowledged (synchronous=NORMAL: a power cut may take
+the last moments, never half of one). What a killed gateway was sampling is gone with its connections; harnesses retry.
+
+Left out, for now: other dialects than chat completions, streaming token by token, replaying or joining retried calls,
+splicing sampled ids into prompts, stop strings (they are counted as overridden).
+
+    python gateway.py --run-dir runs/demo --engine-url http://127.0.0.1:8000 --engine-key-file K --port 8100
+It makes runs/demo/{gateway.sqlite,secret} where they are missing. Its log is JSON lines on stderr.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import os
+import re
+import socket
+import sqlite3
+import sys
+import time
+import traceback
+import zlib
+from array import array
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import aiohttp
+import orjson
+import uvicorn
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+import dialects
+from config import make_key, read_secret
+
+JSON = dict[str, Any]
+Send = Callable[[Any], Awaitable[None]]
+MAX_BRANCHES = 64  # cached token sequences of one attempt; what continues an older one is only stored less compactly
+MAX_EVENT = 256 * 1024  # bytes
+STREAM_ABOVE = 256  # plain calls for more tokens than this stream from the engine, so that its death loses few
+STATUS_FAULT_SECONDS = 10.0  # how long an engine that answers 5xx is asked again; one that is gone: `engine_retry`
+STRAGGLER_SECONDS = 5.0  # after a pause, a request that reached the engine behind the engine's own pause is taken back
+DROPPED = ("logit_bias", "response_format", "stop", "logprobs", "top_logprobs", "structured_outputs", "guided_json")
+OVERFLOW = re.compile(r"maximum (context|model) length|context length|max_model_len", re.IGNORECASE)
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS groups(name TEXT PRIMARY KEY, body BLOB);
+CREATE TABLE IF NOT EXISTS rollouts(id TEXT PRIMARY KEY, grp TEXT, idx INT, kind TEXT, status TEXT DEFAULT 'queued',
+    attempt INT DEFAULT 0, controller TEXT, agent_over INT DEFAULT 0, exit_status INT, machinery TEXT, reason TEXT DEFAULT '',
+    reward REAL, metrics TEXT DEFAULT '{}', truncated INT DEFAULT 0, turns INT DEFAULT 0, calls INT DEFAULT 0,
+    sampled_tokens INT DEFAULT 0, seq INT UNIQUE, started_at REAL, finished_at REAL);
+CREATE INDEX IF NOT EXISTS rollouts_status ON rollouts(status);
+CREATE INDEX IF NOT EXISTS rollouts_grp ON rollouts(grp);
+-- ids: int32, prompt and response without the first `shared`, which are those of turn `parent`; logprobs: float64
+CREATE TABLE IF NOT EXISTS turns(rollout TEXT, attempt INT, idx INT, parent INT, shared INT, prompt INT, ids BLOB,
+    logprobs BLOB, versions BLOB, finish TEXT, request BLOB, reply BLOB, status TEXT, error TEXT, started_at REAL,
+    finished_at REAL, PRIMARY KEY(rollout, attempt, idx));
+-- a message and the conversation before it, addressed by the hash of both
+CREATE TABLE IF NOT EXISTS messages(hash BLOB PRIMARY KEY, before BLOB, data BLOB);
+CREATE TABLE IF NOT EXISTS events(rollout TEXT, attempt INT, kind TEXT, data BLOB, at REAL);
+CREATE TABLE IF NOT EXISTS steps(step INT PRIMARY KEY, data BLOB);
+CREATE TABLE IF NOT EXISTS counts(name TEXT PRIMARY KEY, n INT);
+CREATE TABLE IF NOT EXISTS hold(one INT PRIMARY KEY, data BLOB);
+"""
+
+
+@dataclass
+class GatewaySettings:
+    """Serves rollouts and the model API."""
+
+    run_dir: Path
+    """Directory of this run, for the log."""
+    engine_url: str
+    """Engine that speaks vLLM's routes, e.g. http://127.0.0.1:8000."""
+    port: int = 0
+    """Port to listen on. 0: a free one, which the first log line tells."""
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    secret_file: Path | None = None
+    """The run's secret, from which all keys are made; made if missing. Default: RUN_DIR/secret."""
+    engine_key_file: Path | None = None
+    """File with the engine's bearer key."""
+    engine_retry: float = 60.0
+    """Seconds for which a call waits for an engine that is gone before it gets 503."""
+    max_open_calls: int = 64
+    """Open model calls of one rollout; more get 429."""
+    max_body: int = 64 * 2**20
+    """Bytes of one request; more get 413."""
+    keepalive: float = 15.0
+    """Seconds of silence after which a waiting stream gets an empty event."""
+    die_with_parent: bool = False
+    """End when the process that started this one ends."""
+
+
+# ---- what clients send, checked
+
+Int = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class Sampling(Body, extra="forbid"):
+    """What decides how tokens are sampled; the harness's own wishes are overridden. Defaults: the plain distribution."""
+
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: Int = -1
+    min_p: float = Field(0.0, ge=0, le=1)
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = Field(1.0, gt=0)
+    seed: Int | None = None
+    max_tokens: Count | None = None
+
+
+class Task(Body, extra="allow"):
+    id: str
+    agent: JSON = {}
+    verifier: JSON = {}
+
+
+class Group(Body, extra="forbid"):
+    group: str = Field(pattern=r"^[A-Za-z0-9_.]{1,72}$")
+    n: int = Field(ge=1, le=4096)
+    task: Task
+    kind: Literal["train", "eval"] = "train"
+    sampling: Sampling = Sampling()
+    timeout: float = Field(600.0, gt=0)
+    max_attempts: Count = 3
+    on_failure: Literal["zero", "drop"] = "zero"
+    context_limit: Count | None = None
+
+
+class Claim(Body):
+    controller: str
+    max: Count = 1
+    wait: float = Field(0.0, ge=0, le=3600)
+
+
+class AgentDone(Body):
+    attempt: int
+    exit_status: Int | None = None
+    reason: str | None = None
+    output: str | None = None
+
+
+class Report(Body):
+    attempt: int
+    status: Literal["succeeded", "failed", "lost"]
+    reason: str = ""
+
+
+class Reward(Body):
+    reward: float
+    metrics: dict[str, float] = {}
+
+
+class Event(Body):
+    kind: str
+    data: Any = None
+
+
+class Lease(Body):
+    lease: float = Field(ge=0, le=1e6)
+
+
+class Resume(Body):
+    version: Int
+
+
+class Step(Body, extra="allow"):
+    step: Int
+
+
+class Query(BaseModel):
+    """The query string of every GET route. `messages=0` leaves out of turns what assembling rows does not need."""
+
+    after: Int = -1
+    limit: int = Field(100, ge=1, le=1000)
+    wait: float = Field(0.0, ge=0, le=3600)
+    status: str | None = None
+    group: str | None = None
+    kind: str | None = None
+    messages: bool = True
+
+
+# ---- errors, keys, ids
+
+
+class ApiError(Exception):
+    """What a client is told. `status` >= 500: the machinery's fault, never the harness's."""
+
+    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code = status, message, code
+
+
+class EngineFault(Exception):
+    """The engine answered, but not with a result."""
+
+
+class Identity(NamedTuple):
+    scope: str
+    rollout: str
+    attempt: int
+
+
+def check_key(secret: str, key: str) -> Identity | None:
+    scope, rollout, attempt, *_ = [*key.split("-"), "", "", ""]
+    who = Identity(scope, rollout, int(attempt) if re.fullmatch(r"[0-9]{1,9}", attempt) else 0)
+    return who if hmac.compare_digest(make_key(secret, *who).encode(), key.encode()) else None
+
+
+def log(event: str, **fields: Any) -> None:
+    with contextlib.suppress(OSError):  # a parent that stopped reading must not stop calls
+        os.write(2, orjson.dumps({"at": round(time.time(), 3), "event": event, **fields}) + b"\n")
+
+
+def packed(data: Any) -> bytes:
+    return zlib.compress(orjson.dumps(data), 1)
+
+
+def common_ids(a: bytes, b: bytes) -> int:
+    """Number of leading int32 ids that two sequences share."""
+    low, high = 0, min(len(a), len(b)) // 4
+    if a[: 4 * high] == b[: 4 * high]:
+        return high
+    while high - low > 1:  # a[:low] is shared, a[:high] is not
+        middle = (low + high) // 2
+        low, high = (middle, high) if a[4 * low : 4 * middle] == b[4 * low : 4 * middle] else (low, middle)
+    return low
+
+
+@dataclass(eq=False)
+class Call:
+    """One model call and all that is known of its tokens. It outlives no connection, so far."""
+
+    rollout: str
+    attempt: int
+    name: str
+    body: JSON  # the harness's request
+    sampling: JSON
+    max_tokens: int
+    room: int = 0  # tokens that the context has left after the prompt
+    model: str = ""  # the engine's name for it
+    prompt_ids: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] | None = field(default_factory=list)  # None: the engine gave none for some id
+    versions: list[int] = field(default_factory=list)
+    finish: str = ""
+    started_at: float = field(default_factory=time.time)
+    index: int | None = None  # of the logged turn
+    task: "asyncio.Task[JSON] | None" = None
+
+    def take(self, part: int, choice: JSON, version: int) -> None:
+        """Appends what the engine sampled; `part` is where the current engine request began in `ids`."""
+        ids = choice.get("token_ids") or []
+        numbers = [item.get("logprob") for item in (choice.get("logprobs") or {}).get("content") or ()]
+        if self.logprobs is not None and len(numbers) == len(ids) and None not in numbers:
+            self.logprobs += numbers
+        else:
+            self.logprobs = None
+        self.ids += ids
+        self.versions += [version] * len(ids)
+        for span in choice.get("weight_versions") or ():
+            if str(span["version"]).isdigit():
+                start, end = part + span["start"], min(part + span["end"], len(self.ids))
+                self.versions[start:end] = [int(span["version"])] * (end - start)
+        self.finish = choice.get("finish_reason") or ""
+
+
+class Engine:
+    """The engine's routes, asked until they answer. Its own pause is the trainer's business (vllm_control)."""
+
+    def __init__(self, settings: GatewaySettings, gate: Callable[[], Awaitable[bool]]) -> None:
+        self.url, self.patience, self.gate = settings.engine_url.rstrip("/"), settings.engine_retry, gate
+        key = settings.engine_key_file.read_text().strip() if settings.engine_key_file else ""
+        self.headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        self.in_flight: set[asyncio.Timeout] = set()
+        self.model: JSON | None = None
+
+    async def card(self) -> JSON:
+        """The engine's model: {"id", "max_model_len"?, ...}."""
+        self.model = self.model or (await self.ask("/v1/models"))["data"][0]
+        return self.model
+
+    async def ask(self, path: str, body: JSON | Callable[[], JSON] | None = None, handle: Any = None, gated: bool = True,
+                  progress: Callable[[], int] = lambda: 0) -> Any:
+        """`handle(response)`, or the JSON, of the first answer that is a result. A callable `body` is built anew for each
+        try; a try that made progress, or was held, starts the patience anew. ApiError: 400 the engine's, 503 no engine."""
+        tries, since, done = 0, time.monotonic(), progress()
+        while True:
+            if (gated or tries) and await self.gate():
+                since = time.monotonic()
+            limit = asyncio.timeout(None)
+            self.in_flight.add(limit)
+            try:
+                data = orjson.dumps(body() if callable(body) else body) if body else None
+                async with limit, self.http.request("POST" if data else "GET", self.url + path, data=data) as response:
+                    if response.status in (400, 413, 422):
+                        raise refusal(await response.read())
+                    if response.status != 200:
+                        raise EngineFault(f"{response.status} {(await response.text('utf-8', 'replace'))[:300]}")
+                    return await handle(response) if handle else orjson.loads(await response.read())
+            except (aiohttp.ClientError, OSError, EngineFault, ValueError, LookupError, TypeError) as error:
+                fault = error  # the last three: the answer is not of the agreed shape
+            finally:
+                self.in_flight.discard(limit)
+            self.model = None  # another engine may come up in its place
+            if progress() > done:
+                tries, since, done = 0, time.monotonic(), progress()
+            gone = isinstance(fault, aiohttp.ClientError | OSError)
+            if time.monotonic() - since >= (self.patience if gone else min(self.patience, STATUS_FAULT_SECONDS)):
+                raise ApiError(503, f"engine {self.url}{path} failed until patience ended: {fault!r}", "engine_unavailable")
+            if tries == 1:
+                log("engine_retry", path=path, error=repr(fault))
+            await asyncio.sleep(min(1.0, 0.05 * 2**tries) if tries else 0)  # at first at once: a stale idle socket
+            tries += 1
+
+    async def paused(self) -> None:
+        """Takes back requests that wait inside a paused engine: it may sleep only once nothing is in flight."""
+        await asyncio.sleep(STRAGGLER_SECONDS)
+        for limit in self.in_flight:
+            if not limit.expired():
+                limit.reschedule(0)
+
+
+def refusal(body: bytes) -> ApiError:
+    """The engine's 400 as the harness sees it. vLLM: {"error": {"message"}}."""
+    message = body[:1000].decode("utf-8", "replace")
+    with contextlib.suppress(ValueError, LookupError, TypeError):
+        message = str(orjson.loads(body)["error"]["message"])
+    return ApiError(400, message, "context_length_exceeded" if OVERFLOW.search(message) else None)
+
+
+async def sse_data(response: aiohttp.ClientResponse) -> AsyncIterator[JSON]:
+    rest = b""
+    async for piece in response.content.iter_any():
+        *events, rest = (rest + piece).split(b"\n\n")
+        for event in events:
+            if event.startswith(b"data: ") and event != b"data: [DONE]":
+                yield orjson.loads(event[6:])
+
+
+class Gateway:
+    def __init__(self, settings: GatewaySettings) -> None:
+        self.settings = settings
+        self.secret = read_secret(settings.secret_file or settings.run_dir / "secret")
+        self.db = sqlite3.connect(settings.run_dir / "gateway.sqlite", timeout=0)
+        self.db.row_factory = sqlite3.Row
+        for pragma in ("locking_mode=EXCLUSIVE", "journal_mode=WAL", "synchronous=NORMAL"):
+            self.db.execute(f"PRAGMA {pragma}")
+        self.db.executescript(SCHEMA)
+        saved = self.one("SELECT data FROM hold")
+        self.hold: JSON = orjson.loads(saved["data"]) if saved else {
+            "paused": False, "version": 0, "lease_until": 0.0, "since": 0.0, "before": 0.0}
+        self.held = 0  # calls that wait at the gate
+        self.resumed, self.bell = asyncio.Event(), asyncio.Event()  # replaced when set; the bell: for long polls
+        self.engine = Engine(settings, self.gate)
+        self.straggling: asyncio.Task[None] | None = None
+        # per attempt: token sequences that no later turn continues; open calls
+        self.branches: dict[tuple[str, int], dict[int, bytes]] = {}
+        self.open: dict[tuple[str, int], set[Call]] = {}
+
+    def one(self, sql: str, *values: Any) -> sqlite3.Row | None:
+        return self.db.execute(sql, values).fetchone()
+
+    def count(self, name: str) -> None:
+        self.db.execute("INSERT INTO counts VALUES(?, 1) ON CONFLICT(name) DO UPDATE SET n = n + 1", (name,))
+
+    def event(self, rollout: str, attempt: int, kind: str, data: Any) -> None:
+        self.db.execute("INSERT INTO events VALUES(?, ?, ?, ?, ?)", (rollout, attempt, kind, packed(data), time.time()))
+
+    # ---- requests
+
+    def identify(self, request: Request, scopes: str) -> Identity:
+        header = request.headers.get("authorization", "")
+        key = header[7:] if header[:7].lower() == "bearer " else request.headers.get("x-api-key", "")
+        who = check_key(self.secret, key)
+        if who is None:
+            raise ApiError(401, "missing or wrong key: send this rollout's key as bearer token", "invalid_api_key")
+        if who.scope not in scopes.split():
+            raise ApiError(403, f"a key of scope {who.scope!r} may not call this route", "wrong_scope")
+        if who.scope != "admin":
+            row = self.one("SELECT status, attempt, agent_over FROM rollouts WHERE id = ?", who.rollout)
+            alive = row and row["status"] == "running" and row["attempt"] == who.attempt
+            if not alive or (who.scope == "agent" and row["agent_over"]):
+                raise ApiError(401, f"this key has expired: attempt {who.attempt} of {who.rollout} is over", "key_expired")
+            if request.path_params.get("id", who.rollout) != who.rollout:
+                raise ApiError(403, "this key belongs to another rollout", "wrong_rollout")
+        return who
+
+    async def body(self, request: Request, limit: int) -> JSON:
+        size = int(request.headers.get("content-length", "0"))
+        pieces, received = [], 0
+        if size <= limit:
+            async for piece in request.stream():
+                pieces.append(piece)
+                received += len(piece)
+                if received > limit:
+                    break
+        if max(size, received) > limit:
+            raise ApiError(413, f"the request is larger than {limit} bytes", "request_too_large")
+        try:
+            data = orjson.loads(b"".join(pieces))
+            orjson.dumps(data)  # deeper nesting can be read than written
+        except (ValueError, TypeError) as error:
+            raise ApiError(400, f"the body is not valid JSON: {error}", "invalid_json") from None
+        if not isinstance(data, dict):
+            raise ApiError(400, "the body must be a JSON object", "invalid_json")
+        return data
+
+    def rollout(self, request: Request) -> sqlite3.Row:
+        row = self.one("SELECT * FROM rollouts JOIN groups ON grp = name WHERE id = ?", request.path_params["id"])
+        if row is None:
+            raise ApiError(404, f"no rollout {request.path_params['id'][:100]!r}", "not_found")
+        return row
+
+    async def poll(self, request: Request, wait: float, found: Callable[[], list[Any]]) -> list[Any]:
+        """`found()` once it finds something, or after `wait` seconds; nothing is taken for a client that has left."""
+        end = time.monotonic() + wait
+        while not await request.is_disconnected():
+            result, left = found(), end - time.monotonic()
+            if result or left <= 0:
+                return result
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.bell.wait(), min(left, 5.0))
+        raise ClientDisconnect
+
+    def ring(self) -> None:
+        self.bell.set()
+        self.bell = asyncio.Event()
+
+    # ---- rollouts
+
+    async def create(self, request: Request, body: Group) -> JSON:
+        data = orjson.dumps(body.model_dump(), option=orjson.OPT_SORT_KEYS)
+        ids = [f"{body.group}.{index}" for index in range(body.n)]
+        known = self.one("SELECT body FROM groups WHERE name = ?", body.group)
+        if known and known["body"] != data:
+            raise ApiError(409, f"group {body.group!r} exists with other contents", "conflict")
+        if not known:
+            with self.db:
+                self.db.execute("INSERT INTO groups VALUES(?, ?)", (body.group, data))
+                self.db.executemany("INSERT INTO rollouts(id, grp, idx, kind) VALUES(?, ?, ?, ?)",
+                                    [(rollout, body.group, index, body.kind) for index, rollout in enumerate(ids)])
+            self.ring()
+        return {"group": body.group, "rollouts": ids}
+
+    def assignments(self, where: str, *values: Any) -> list[JSON]:
+        rows = self.db.execute(f"SELECT * FROM rollouts JOIN groups ON grp = name WHERE {where} ORDER BY rollouts.rowid", values)
+        return [{"id": row["id"], "attempt": row["attempt"], "agent_over": bool(row["agent_over"]),
+                 **{key: value for key, value in orjson.loads(row["body"]).items() if key in ("task", "timeout")},
+                 **{f"{scope}_key": make_key(self.secret, scope, row["id"], row["attempt"]) for scope in ("agent", "verifier")}}
+                for row in rows]
+
+    async def claim(self, request: Request, body: Claim) -> JSON:
+        def take() -> list[JSON]:
+            queued = self.db.execute("SELECT id FROM rollouts WHERE status = 'queued' ORDER BY rowid LIMIT ?", (body.max,))
+            ids = [row["id"] for row in queued]
+            if ids:
+                with self.db:
+                    self.db.executemany("UPDATE rollouts SET status = 'running', attempt = attempt + 1, controller = ?, "
+                                        "started_at = ? WHERE id = ?", [(body.controller, time.time(), id) for id in ids])
+            return self.assignments("id IN (SELECT value FROM json_each(?))", orjson.dumps(ids).decode()) if ids else []
+        return {"rollouts": await self.poll(request, body.wait, take), "held_seconds": self.held_seconds()}
+
+    async def adopt(self, request: Request, body: Claim) -> JSON:
+        mine = self.assignments("status = 'running' AND controller = ?", body.controller)
+        return {"rollouts": mine, "held_seconds": self.held_seconds()}
+
+    async def close_calls(self, rollout: str, attempt: int) -> None:
+        """The agent's key dies. Ends the attempt's open calls, and returns when their turns are logged."""
+        with self.db:
+            self.db.execute("UPDATE rollouts SET agent_over = 1 WHERE id = ?", (rollout,))
+        if tasks := [call.task for call in self.open.get((rollout, attempt), ()) if call.task]:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    def current(self, request: Request, attempt: int) -> sqlite3.Row:
+        """The rollout, if `attempt` is the one that runs: late reports change nothing."""
+        row = self.rollout(request)
+        if attempt != row["attempt"] or row["status"] != "running":
+            raise ApiError(409, f"{row['id']} is {row['status']} in attempt {row['attempt']}, and this is about attempt "
+                                f"{attempt}", "stale_attempt")
+        return row
+
+    async def agent_done(self, request: Request, body: AgentDone) -> JSON:
+        row = self.current(request, body.attempt)
+        with self.db:
+            self.db.execute("UPDATE rollouts SET exit_status = ? WHERE id = ?", (body.exit_status, row["id"]))
+            self.event(row["id"], body.attempt, "agent_done", {"reason": body.reason, "output": (body.output or "")[-4096:]})
+        await self.close_calls(row["id"], body.attempt)
+        return {"ok": True}
+
+    async def report(self, request: Request, body: Report) -> JSON:
+        row = self.rollout(request)
+        if body.attempt == row["attempt"] and row["seq"] is not None:
+            return {"status": row["status"], "attempt": row["attempt"]}  # its reply was lost: the same again
+        await self.close_calls(self.current(request, body.attempt)["id"], body.attempt)
+        row = self.current(request, body.attempt)  # again: this took time
+        status, reason = body.status, body.reason
+        if status == "succeeded" and row["reward"] is None:
+            status, reason = "failed", "verifier posted no reward"
+        if status == "failed" and row["exit_status"] and row["machinery"]:
+            status, reason = "lost", f"harness exited with {row['exit_status']} after: {row['machinery']}"
+        again = status == "lost" and body.attempt < orjson.loads(row["body"])["max_attempts"]
+        self.branches.pop((row["id"], body.attempt), None)
+        with self.db:
+            self.event(row["id"], body.attempt, status, {"reason": reason})
+            self.count(f"rollout_{status}")
+            if again:
+                self.db.execute("UPDATE rollouts SET status = 'queued', controller = NULL, agent_over = 0, exit_status = NULL, "
+                                "machinery = NULL, reward = NULL, metrics = '{}', truncated = 0, turns = 0, calls = 0, "
+                                "sampled_tokens = 0, reason = ? WHERE id = ?", (reason, row["id"]))
+            else:
+                self.db.execute("UPDATE rollouts SET seq = (SELECT coalesce(max(seq), 0) + 1 FROM rollouts), status = ?, "
+                                "reason = ?, finished_at = ? WHERE id = ?", (status, reason, time.time(), row["id"]))
+        self.ring()
+        return {"status": "queued" if again else status, "attempt": body.attempt}
+
+    async def reward(self, request: Request, body: Reward) -> JSON:
+        row = self.rollout(request)
+        if row["reward"] is not None and row["reward"] != body.reward:
+            raise ApiError(409, f"{row['id']} has its reward already: {row['reward']}, not {body.reward}", "conflict")
+        if row["reward"] is None and row["status"] != "running":
+            raise ApiError(409, f"{row['id']} is {row['status']}: it takes no reward", "conflict")
+        if row["reward"] is None:
+            with self.db:
+                self.db.execute("UPDATE rollouts SET reward = ?, metrics = ? WHERE id = ?",
+                                (body.reward, orjson.dumps(body.metrics), row["id"]))
+        return {"reward": body.reward}
+
+    async def events(self, request: Request, body: Event) -> JSON:
+        row = self.rollout(request)
+        with self.db:
+            self.event(row["id"], row["attempt"], body.kind, body.data)
+        return {"ok": True}
+
+    def record(self, row: sqlite3.Row) -> JSON:
+        group, reward = orjson.loads(row["body"]), row["reward"]
+        if row["status"] in ("failed", "lost"):
+            reward = 0.0 if row["status"] == "failed" and group["on_failure"] == "zero" else None
+        same = ("id", "kind", "status", "reason", "turns", "exit_status", "seq", "started_at", "finished_at", "calls",
+                "sampled_tokens")
+        return {**{key: row[key] for key in same}, "group": row["grp"], "index": row["idx"], "task_id": group["task"]["id"],
+                "reward": reward, "metrics": orjson.loads(row["metrics"]), "truncated": bool(row["truncated"]),
+                "attempts": row["attempt"]}
+
+    async def get(self, request: Request, query: Query) -> JSON:
+        return self.record(self.rollout(request))
+
+    async def select(self, request: Request, query: Query) -> JSON:
+        wanted = {"status": query.status, "grp": query.group, "kind": query.kind}
+        wanted = {column: value for column, value in wanted.items() if value is not None}
+        where = " AND ".join(["rollouts.rowid > ?", *(f"{column} = ?" for column in wanted)])
+        rows = self.db.execute(f"SELECT *, rollouts.rowid AS row FROM rollouts JOIN groups ON grp = name WHERE {where} "
+                               "ORDER BY row LIMIT ?", (query.after, *wanted.values(), query.limit)).fetchall()
+        return {"rollouts": [self.record(row) for row in rows], "next": rows[-1]["row"] if len(rows) == query.limit else None}
+
+    async def finished(self, request: Request, query: Query) -> JSON:
+        rows = await self.poll(request, query.wait, lambda: self.db.execute(
+            "SELECT * FROM rollouts JOIN groups ON grp = name WHERE seq > ? ORDER BY seq LIMIT ?",
+            (query.after, query.limit)).fetchall())
+        return {"rollouts": [self.record(row) for row in rows], "seq": rows[-1]["seq"] if rows else max(query.after, 0)}
+
+    # ---- hold, state
+
+    def held_seconds(self) -> float:
+        """Seconds in which calls were held, ever. An expired lease holds nothing."""
+        end = min(time.time(), self.hold["lease_until"])
+        return self.hold["before"] + (max(0.0, end - self.hold["since"]) if self.hold["paused"] else 0.0)
+
+    def set_hold(self, paused: bool, lease: float = 0.0, version: int | None = None) -> JSON:
+        now, version = time.time(), self.hold["version"] if version is None else version
+        hold = {"paused": paused, "version": version, "lease_until": now + lease, "since": now, "before": self.held_seconds()}
+        with self.db:
+            self.db.execute("INSERT OR REPLACE INTO hold VALUES(1, ?)", (orjson.dumps(hold),))
+        self.hold = hold
+        if self.straggling and not paused:
+            self.straggling.cancel()
+        if not paused:
+            self.resumed.set()
+            self.resumed = asyncio.Event()
+        return {"in_flight": len(self.engine.in_flight), "version": version}
+
+    async def gate(self) -> bool:
+        """Returns when not paused, and whether it waited. It does not give way first: what follows at once is not paused."""
+        waited = False
+        while self.hold["paused"]:
+            left, waited = self.hold["lease_until"] - time.time(), True
+            if left <= 0:
+                raise ApiError(503, "the trainer's pause has expired: it died or hangs; retry later", "pause_expired")
+            self.held += 1
+            try:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.resumed.wait(), left)
+            finally:
+                self.held -= 1
+        return waited
+
+    async def pause(self, request: Request, body: Lease) -> JSON:
+        if self.straggling:
+            self.straggling.cancel()
+        self.straggling = asyncio.ensure_future(self.engine.paused())
+        return self.set_hold(True, body.lease)
+
+    async def lease(self, request: Request, body: Lease) -> JSON:
+        if not self.hold["paused"]:
+            raise ApiError(409, "not paused: there is no lease to renew", "conflict")
+        return self.set_hold(True, body.lease)
+
+    async def resume(self, request: Request, body: Resume) -> JSON:
+        return self.set_hold(False, version=body.version)
+
+    async def state(self, request: Request, query: Query) -> JSON:
+        in_state = dict(self.db.execute("SELECT status, count(*) FROM rollouts GROUP BY status").fetchall())
+        return {"paused": self.hold["paused"], "version": self.hold["version"], "in_flight": len(self.engine.in_flight),
+                "held": self.held, "held_seconds": self.held_seconds(), "queued": in_state.pop("queued", 0),
+                "running": in_state.pop("running", 0), "finished": sum(in_state.values()),
+                "counts": dict(self.db.execute("SELECT name, n FROM counts ORDER BY name").fetchall())}
+
+    async def steps(self, request: Request, body: Step) -> JSON:
+        with self.db:
+            self.db.execute("INSERT OR REPLACE INTO steps VALUES(?, ?)", (body.step, packed(body.model_dump())))
+        return {"ok": True}
+
+    async def health(self, request: Request, query: Query) -> JSON:
+        return {"ok": True}
+
+    # ---- conversations and turns
+
+    def remember(self, before: bytes, messages: list[Any]) -> bytes:
+        """Stores a conversation that goes on from `before`; returns the address of its end. Each message is kept once,
+        however many turns and rollouts begin with the same ones."""
+        nodes = []
+        for message in messages:
+            data = orjson.dumps(message)
+            nodes.append((hashlib.blake2b(before + data, digest_size=16).digest(), before, data))
+            before = nodes[-1][0]
+        for address, parent, data in reversed(nodes):
+            if self.one("SELECT 1 FROM messages WHERE hash = ?", address):
+                break  # then everything before it is there too
+            self.db.execute("INSERT INTO messages VALUES(?, ?, ?)", (address, parent, zlib.compress(data, 1)))
+        return before
+
+    def recall(self, address: bytes | None, seen: dict[bytes, tuple[bytes, Any]]) -> list[Any]:
+        messages = []
+        while address:
+            if address not in seen:
+                row = self.one("SELECT before, data FROM messages WHERE hash = ?", address)
+                seen[address] = (row["before"], orjson.loads(zlib.decompress(row["data"])))
+            address, message = seen[address]
+            messages.append(message)
+        return messages[::-1]
+
+    def sequences(self, rollout: str, attempt: int, upto: int = 2**31) -> Iterator[tuple[sqlite3.Row, bytes]]:
+        """Each logged turn with its prompt and response ids."""
+        whole: dict[int, bytes] = {}
+        for turn in self.db.execute("SELECT * FROM turns WHERE rollout = ? AND attempt = ? AND idx <= ? ORDER BY idx",
+                                    (rollout, attempt, upto)).fetchall():
+            ids = whole[turn["idx"]] = whole.get(turn["parent"], b"")[: 4 * turn["shared"]] + turn["ids"]
+            yield turn, ids
+
+    def closest(self, branches: dict[int, bytes], ids: bytes) -> tuple[int, int]:
+        """The turn with the longest common beginning (-1: none) and that beginning's length in ids."""
+        shared = {index: common_ids(branch, ids) for index, branch in branches.items()}
+        best = max(shared, key=shared.get, default=-1)
+        return (best, shared[best]) if shared.get(best) else (-1, 0)
+
+    def grow(self, branches: dict[int, bytes], index: int, ids: bytes, parent: int, shared: int) -> None:
+        if len(branches.get(parent, b"")) == 4 * shared or len(branches) >= MAX_BRANCHES:
+            branches.pop(parent if parent in branches else next(iter(branches)), None)
+        branches[index] = ids
+
+    async def turns(self, request: Request, query: Query) -> JSON:
+        row, page = self.rollout(request), []
+        seen: dict[bytes, tuple[bytes, Any]] = {}
+        for turn, ids in self.sequences(row["id"], row["attempt"], query.after + query.limit):
+            if turn["idx"] <= query.after:
+                continue
+            prompt, response = array("i", ids[: 4 * turn["prompt"]]), array("i", ids[4 * turn["prompt"] :])
+            page.append({"index": turn["idx"], "prompt_ids": prompt.tolist(), "response_ids": response.tolist(),
+                         "logprobs": None if turn["logprobs"] is None else array("d", turn["logprobs"]).tolist(),
+                         "versions": orjson.loads(zlib.decompress(turn["versions"])), "finish_reason": turn["finish"],
+                         "status": turn["status"], "delivered": turn["status"] == "ok", "error": turn["error"]})
+            if query.messages:
+                messages, reply = self.recall(turn["request"], seen), turn["reply"]
+                tools = messages.pop(0)["tools"] if "role" not in messages[0] else None
+                page[-1] |= {"messages": messages, "tools": tools, "message": self.recall(reply, seen)[-1] if reply else None}
+        return {"turns": page, "next": page[-1]["index"] if len(page) == query.limit else None}
+
+    def log_turn(self, call: Call, status: str, message: JSON | None = None, error: str | None = None) -> None:
+        """Returns when the turn is durable. A call that sampled nothing leaves no turn; of a turn that is logged already
+        only the status changes."""
+        key, now = (call.rollout, call.attempt), time.time()
+        if call.index is not None or not call.ids:
+            with self.db:
+                self.count(f"call_{status}")
+                self.db.execute("UPDATE turns SET status = ?, error = ? WHERE rollout = ? AND attempt = ? AND idx = ?",
+                                (status, error, *key, call.index))
+            return
+        if key not in self.branches:
+            self.branches[key] = {}
+            for turn, ids in self.sequences(*key):
+                self.grow(self.branches[key], turn["idx"], ids, turn["parent"], turn["shared"])
+        branches, ids = self.branches[key], array("i", call.prompt_ids + call.ids).tobytes()
+        parent, shared = self.closest(branches, ids)
+        tools, logprobs = call.body.get("tools"), None if call.logprobs is None else array("d", call.logprobs).tobytes()
+        cut = call.finish == "length" and len(call.ids) >= call.room
+        with self.db:
+            index = self.one("SELECT count(*) FROM turns WHERE rollout = ? AND attempt = ?", *key)[0]
+            conversation = self.remember(b"", [*([{"tools": tools}] if tools else []), *call.body["messages"]])
+            self.db.execute(f"INSERT INTO turns VALUES({','.join('?' * 16)})", (
+                *key, index, parent, shared, len(call.prompt_ids), ids[4 * shared :], logprobs, packed(call.versions), call.finish,
+                conversation, self.remember(conversation, [message]) if message else None, status, error, call.started_at, now))
+            self.db.execute("UPDATE rollouts SET turns = turns + 1, sampled_tokens = sampled_tokens + ?, truncated = truncated OR ? "
+                            "WHERE id = ? AND attempt = ?", (len(call.ids), cut, *key))
+            for name in (f"call_{status}", *(["turn_without_logprobs"] if logprobs is None else [])):
+                self.count(name)
+        call.index = index
+        self.grow(branches, index, ids, parent, shared)
+
+    # ---- model calls
+
+    async def models(self, request: Request, query: Query) -> JSON:
+        return {"object": "list", "data": [{"object": "model", "created": 0, "owned_by": "harnessed", **await self.engine.card()}]}
+
+    async def chat(self, request: Request) -> "Reply":
+        self.identify(request, "agent")
+        body = await self.body(request, self.settings.max_body)
+        who = self.identify(request, "agent")  # again: the attempt may have ended while its body came
+        if len(self.open.get(who[1:], ())) >= self.settings.max_open_calls:
+            raise ApiError(429, f"{who.rollout} has {self.settings.max_open_calls} open calls, the most allowed", "too_many_calls")
+        try:
+            body = dialects.chat_request(body)
+        except ValueError as error:
+            raise ApiError(400, str(error)) from None
+        row = self.one("SELECT calls, body FROM rollouts JOIN groups ON grp = name WHERE id = ?", who.rollout)
+        group = orjson.loads(row["body"])
+        sampling, name = group["sampling"], f"{who.rollout}-{who.attempt}-{row['calls']}"
+        limits = [body.get("max_completion_tokens"), body.get("max_tokens"), sampling.pop("max_tokens"), group["context_limit"]]
+        if sampling["seed"] is not None:  # its own for each call, or a group would be n equal rollouts
+            sampling["seed"] = zlib.crc32(f"{sampling['seed']}/{name}".encode())
+        changed = [key for key in (*sampling, *DROPPED) if body.get(key) not in (None, False, sampling.get(key))]
+        if body.get("tool_choice") not in (None, "auto", "none"):
+            changed.append("tool_choice")
+            body["tool_choice"] = "auto"
+        with self.db:
+            self.db.execute("UPDATE rollouts SET calls = calls + 1 WHERE id = ?", (who.rollout,))
+            for key in changed:
+                self.count(f"override_{key}")
+        call = Call(who.rollout, who.attempt, name, body, sampling, min((n for n in limits if n is not None), default=2**31))
+        call.room = group["context_limit"] or 2**31
+        return Reply(self, call)
+
+    async def run(self, call: Call) -> JSON:
+        """One call from request to logged turn: the chat completion. Cancelled when its client or its attempt is gone."""
+        try:
+            await self.render(call)
+            await self.generate(call)
+            completion = await self.derender(call)
+            self.log_turn(call, "ok", completion["choices"][0]["message"])
+            return completion
+        except asyncio.CancelledError:
+            self.log_turn(call, "aborted", error="the client left, or the attempt ended")
+            raise
+        except ApiError as error:
+            self.log_turn(call, "error", error=error.message)
+            with self.db:
+                if error.status >= 500:  # a harness that gives up now is lost, not failed
+                    self.count(f"call_{error.code}")
+                    self.db.execute("UPDATE rollouts SET machinery = ? WHERE id = ?", (error.message, call.rollout))
+                elif error.code == "context_length_exceeded":
+                    self.count("context_overflow")
+                    self.db.execute("UPDATE rollouts SET truncated = 1 WHERE id = ?", (call.rollout,))
+            raise
+
+    async def render(self, call: Call) -> None:
+        card, unused = await self.engine.card(), {*call.sampling, *DROPPED, "stream", "stream_options", "n", "max_completion_tokens"}
+        kept = {key: value for key, value in call.body.items() if key not in unused}
+        rendered = await self.engine.ask("/v1/chat/completions/render", {**kept, "model": card["id"], "max_tokens": 1})
+        limit = min(call.room, card.get("max_model_len") or 2**31)
+        call.prompt_ids, call.model = rendered["token_ids"], card["id"]
+        call.room = limit - len(call.prompt_ids)
+        if call.room < 1:
+            raise ApiError(400, f"This model's maximum context length is {limit} tokens, but the messages have "
+                                f"{len(call.prompt_ids)} tokens. Shorten them.", "context_length_exceeded")
+        call.max_tokens = min(call.max_tokens, call.room)
+        if stops := (rendered.get("sampling_params") or {}).get("stop_token_ids"):
+            call.sampling["stop_token_ids"] = stops
+
+    async def generate(self, call: Call) -> None:
+        """Samples until the engine says that the reply is whole, over as many pauses and engine deaths as that takes:
+        each time the engine goes on from the prompt and the ids kept so far."""
+        stream, part = bool(call.body.get("stream")) or call.max_tokens > STREAM_ABOVE, 0
+
+        def body() -> JSON:
+            nonlocal part
+            part = len(call.ids)
+            sampling = {key: value for key, value in call.sampling.items() if value is not None}
+            if "seed" in sampling:
+                sampling["seed"] += part
+            return {"model": call.model, "token_ids": call.prompt_ids + call.ids, "stream": stream,
+                    "sampling_params": {**sampling, "max_tokens": call.max_tokens - part, "logprobs": 0}}
+
+        async def handle(response: aiohttp.ClientResponse) -> None:
+            version, call.finish = self.hold["version"], ""
+            if response.content_type == "text/event-stream":
+                async for data in sse_data(response):
+                    if data.get("choices"):
+                        call.take(part, data["choices"][0], version)
+            else:
+                call.take(part, orjson.loads(await response.read())["choices"][0], version)
+            if not call.finish:
+                raise EngineFault("the engine ended a reply without a finish reason")
+        while call.finish in ("", "abort"):
+            if len(call.ids) >= call.max_tokens:
+                call.finish = "length"
+                break
+            await self.engine.ask("/inference/v1/generate", body, handle, progress=lambda: len(call.ids))
+            if call.finish == "abort":
+                with self.db:
+                    self.count("generation_continued")
+                await asyncio.sleep(0.02)  # an engine that someone else paused: do not spin
+
+    async def derender(self, call: Call) -> JSON:
+        # The end-of-turn token would leak into the text; with finish reason "stop" it is the last one.
+        ids = call.ids[:-1] if call.finish == "stop" else call.ids
+        message: JSON = {"content": ""}
+        if ids:
+            choice = {"index": 0, "token_ids": ids, "finish_reason": call.finish, "logprobs": None}
+            request = {key: value for key, value in call.body.items() if key not in ("stream", "stream_options", "n", *DROPPED)}
+            reply = await self.engine.ask("/v1/chat/completions/derender", {
+                "model": call.model, "generate_response": {"request_id": call.name, "choices": [choice]},
+                "prompt_tokens": len(call.prompt_ids), "prompt_token_ids": call.prompt_ids,
+                "chat_request": {**request, "model": call.model}}, gated=False)
+            message = {key: value for key, value in reply["choices"][0]["message"].items() if value not in (None, [])}
+        finish = "tool_calls" if message.get("tool_calls") and call.finish == "stop" else call.finish
+        usage = {"prompt_tokens": len(call.prompt_ids), "completion_tokens": len(call.ids),
+                 "total_tokens": len(call.prompt_ids) + len(call.ids)}
+        choice = {"index": 0, "message": {"role": "assistant", "content": None, **message}, "logprobs": None, "finish_reason": finish}
+        return {"object": "chat.completion", "usage": usage, "choices": [choice]}
+
+
+class Reply:
+    """Sends a call's reply, or its error, and ends the call if its client leaves. An ASGI application."""
+
+    def __init__(self, gateway: Gateway, call: Call) -> None:
+        self.gateway, self.call, self.begun = gateway, call, False
+        self.head = {"id": f"chatcmpl-{call.name}", "created": int(call.started_at), "model": str(call.body.get("model") or "")}
+
+    async def __call__(self, scope: Any, receive: Callable[[], Awaitable[Any]], send: Send) -> None:
+        gateway, call, status = self.gateway, self.call, 499
+        calls = gateway.open.setdefault((call.rollout, call.attempt), set())
+        calls.add(call)
+        call.task, gone = asyncio.ensure_future(gateway.run(call)), asyncio.ensure_future(receive())
+        try:
+            while not (call.task.done() or gone.done()):
+                await asyncio.wait({call.task, gone}, timeout=gateway.settings.keepalive, return_when=asyncio.FIRST_COMPLETED)
+                if call.body.get("stream") and not (call.task.done() or gone.done()):
+                    await self.send_event(send, dialects.chat_chunk(self.head, {"content": ""}))
+            if not gone.done():
+                status = await self.finish(send)
+            elif call.index is not None:
+                gateway.log_turn(call, "aborted", error="the client left before its reply")
+        finally:  # also when the server ends this task
+            gone.cancel()
+            call.task.cancel()
+            await asyncio.wait({call.task})
+            calls.discard(call)
+            if not calls:
+                gateway.open.pop((call.rollout, call.attempt), None)
+            log("call", rollout=call.rollout, attempt=call.attempt, turn=call.index, status=status, prompt=len(call.prompt_ids),
+                sampled=len(call.ids), finish=call.finish, ms=round(1000 * (time.time() - call.started_at), 1))
+
+    async def send_event(self, send: Send, body: bytes, more: bool = True) -> None:
+        if not self.begun:
+            headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            body = dialects.chat_chunk(self.head, {"role": "assistant", "content": ""}) + body
+        self.begun = True
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+
+    async def finish(self, send: Send) -> int:
+        try:
+            completion = {**self.call.task.result(), **self.head}
+        except BaseException as error:  # boundary: one call
+            failure = as_api_error(error)
+            if self.begun:
+                await self.send_event(send, dialects.sse(dialects.chat_error(failure.status, failure.message, failure.code)), False)
+            else:
+                await error_response(failure)(None, None, send)
+            return failure.status
+        if self.call.body.get("stream"):
+            usage = bool((self.call.body.get("stream_options") or {}).get("include_usage"))
+            await self.send_event(send, b"".join(dialects.chat_stream(completion, usage)), False)
+        else:
+            await Response(orjson.dumps(completion), media_type="application/json")(None, None, send)
+        return 200
+
+
+# ---- the application
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, error.detail)
+    if isinstance(error, ValidationError):
+        problems = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_input=False)[:5])
+        return ApiError(400, problems, "invalid_value")
+    if isinstance(error, asyncio.CancelledError):
+        return ApiError(401, "this key has expired: its attempt is over", "key_expired")
+    if isinstance(error, sqlite3.Error):
+        log("store_error", error=repr(error))
+        return ApiError(503, f"the log cannot be written: {error}", "store_unavailable")
+    log("internal_error", error="".join(traceback.format_exception(error)))
+    return ApiError(500, f"internal error: {type(error).__name__}", "internal_error")
+
+
+def error_response(error: ApiError) -> Response:
+    headers = {429: {"Retry-After": "1"}, 503: {"Retry-After": "5"}}.get(error.status)
+    return Response(orjson.dumps(dialects.chat_error(error.status, error.message, error.code)), error.status, headers, "application/json")
+
+
+def create_app(settings: GatewaySettings) -> Starlette:
+    settings.run_dir.mkdir(parents=True, exist_ok=True)
+    gateway = Gateway(settings)
+
+    def route(method: str, path: str, handler: Callable[..., Awaitable[JSON]], scopes: str, model: type[BaseModel] = Query) -> Route:
+        async def endpoint(request: Request) -> Response:
+            started = time.monotonic()
+            if scopes:
+                gateway.identify(request, scopes)
+            given = dict(request.query_params)
+            if method == "POST":
+                given = await gateway.body(request, MAX_EVENT if model is Event else settings.max_body)
+            result = await handler(request, model.model_validate(given))
+            if method == "POST":
+                log("request", path=request.url.path, status=200, ms=round(1000 * (time.monotonic() - started), 1))
+            return Response(orjson.dumps(result), media_type="application/json")
+        return Route(path, endpoint, methods=[method])
+
+    async def failed(request: Request, error: Exception) -> Response:
+        if isinstance(error, ClientDisconnect):
+            return Response(status_code=499)
+        failure = as_api_error(error)
+        log("request", method=request.method, path=request.url.path[:200], status=failure.status, error=failure.message[:200])
+        return error_response(failure)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        # Idle sockets close before the engine's 5 s do. Proxy variables are not read: engines are near.
+        connector, timeout = aiohttp.TCPConnector(limit=0, keepalive_timeout=4), aiohttp.ClientTimeout(total=None, sock_connect=5)
+        async with aiohttp.ClientSession(headers=gateway.engine.headers, connector=connector, timeout=timeout) as gateway.engine.http:
+            yield
+        gateway.db.close()
+
+    both, g = "admin verifier", gateway
+    routes = [
+        Route("/v1/chat/completions", g.chat, methods=["POST"]), route("GET", "/v1/models", g.models, "agent"),
+        route("POST", "/rollouts", g.create, "admin", Group), route("GET", "/rollouts", g.select, "admin"),
+        route("POST", "/claim", g.claim, "admin", Claim), route("POST", "/adopt", g.adopt, "admin", Claim),
+        route("GET", "/finished", g.finished, "admin"), route("GET", "/state", g.state, "admin"),
+        route("POST", "/pause", g.pause, "admin", Lease), route("POST", "/lease", g.lease, "admin", Lease),
+        route("POST", "/resume", g.resume, "admin", Resume), route("POST", "/steps", g.steps, "admin", Step),
+        route("GET", "/rollouts/{id}", g.get, both), route("GET", "/rollouts/{id}/turns", g.turns, both),
+        route("POST", "/rollouts/{id}/reward", g.reward, both, Reward), route("POST", "/rollouts/{id}/events", g.events, both, Event),
+        route("POST", "/rollouts/{id}/agent_done", g.agent_done, "admin", AgentDone),
+        route("POST", "/rollouts/{id}/report", g.report, "admin", Report), route("GET", "/health", g.health, "")]
+    kinds = (ApiError, HTTPException, ValidationError, sqlite3.Error, ClientDisconnect, Exception)
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=dict.fromkeys(kinds, failed))
+    app.state.gateway = gateway
+    return app
+
+
+async def serve(config: Any, listener: socket.socket, settings: GatewaySettings, parent: int) -> None:
+    async def watch_parent() -> None:
+        while os.getppid() == parent:
+            await asyncio.sleep(0.5)
+        os._exit(0)  # as good as kill -9, by which nothing acknowledged is lost
+
+    watch = asyncio.ensure_future(watch_parent()) if settings.die_with_parent else None
+    url = f"http://{settings.host}:{listener.getsockname()[1]}"
+    log("listening", url=url, run_dir=str(settings.run_dir), engine=settings.engine_url)
+    await uvicorn.Server(config).serve([listener])
+    if watch:
+        watch.cancel()
+
+
+def main(settings: GatewaySettings) -> None:
+    parent = os.getppid()
+    listener = socket.socket(socket.AF_INET6 if ":" in settings.host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        problem = f"listen on {settings.host}:{settings.port} (choose another --port, or end what listens there)"
+        listener.bind((settings.host, settings.port))
+        listener.listen(4096)
+        problem = f"use {settings.run_dir}, --secret-file or --engine-key-file (does another gateway use this run?)"
+        app = create_app(settings)
+    except (OSError, OverflowError, sqlite3.Error) as error:
+        print(f"gateway: cannot {problem}: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    config = uvicorn.Config(app, loop="uvloop", http="httptools", log_level="critical", access_log=False, timeout_keep_alive=75,
+                            timeout_graceful_shutdown=1, server_header=False, date_header=False)
+    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+        runner.run(serve(config, listener, settings, parent))
+
+
+if __name__ == "__main__":
+    import tyro
+
+    main(tyro.cli(GatewaySettings))

