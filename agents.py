@@ -36,8 +36,10 @@ def run_search(url: str, query: str, k: int) -> list[dict[str, str]]:
         return json.loads(response.read())["results"]
 
 
-def search_call(arguments: str, url: str, k: int) -> str:
+def search_call(name: str, arguments: str, url: str, k: int) -> str:
     """One call of the tool; a call the model got wrong is answered with what is wrong, as a tool should."""
+    if name != SEARCH_TOOL["function"]["name"]:
+        return f"Error: there is no tool {name}."
     try:
         query = json.loads(arguments)["query"]
     except (ValueError, KeyError, TypeError):
@@ -62,10 +64,10 @@ def search_agent(task: dict, workdir: Path) -> None:
             answer = reply.content or ""
             break
         for call in reply.tool_calls:
-            content = search_call(call.function.arguments, task["search_url"], task.get("results_per_search", 2))
+            content = search_call(call.function.name, call.function.arguments, task["search_url"], task.get("results_per_search", 2))
             messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
     (workdir / "result").mkdir(exist_ok=True)
-    (workdir / "result" / "answer.txt").write_text(answer, encoding="utf-8")
+    (workdir / "result" / "answer.txt").write_text(answer, encoding="utf-8", errors="replace")
 
 
 def final_answer(text: str) -> str:

@@ -7,9 +7,10 @@
     trainer <--GET /finished (long poll)-- rollouts in the order in which they ended
 
 One process, one event loop, one SQLite connection (WAL), which is the state: in memory besides it are the open calls and
-two caches. A `with self.db` block has no `await` in it and is one transaction, committed when the block ends, before
-any reply that depends on it: `kill -9` loses nothing that was acknowledged (synchronous=NORMAL: a power cut may take
-the last moments, never half of one). What a killed gateway was sampling is gone with its connections; harnesses retry.
+a cache. What is written is committed before the next `await`, so a transaction is what happens between two of them,
+and before the reply that depends on it: `kill -9` loses nothing that was acknowledged (synchronous=NORMAL: a power cut
+may take the last moments, never half of one). What a killed gateway was sampling is gone with its connections;
+harnesses retry.
 
 Left out, for now: other dialects than chat completions, streaming token by token, replaying or joining retried calls,
 splicing sampled ids into prompts, stop strings (they are counted as overridden).
@@ -60,16 +61,16 @@ DROPPED = ("logit_bias", "response_format", "stop", "logprobs", "top_logprobs", 
 OVERFLOW = re.compile(r"maximum (context|model) length|context length|max_model_len", re.IGNORECASE)
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS groups(name TEXT PRIMARY KEY, body BLOB);
-CREATE TABLE IF NOT EXISTS rollouts(id TEXT PRIMARY KEY, grp TEXT, idx INT, kind TEXT, status TEXT DEFAULT 'queued',
-    attempt INT DEFAULT 0, controller TEXT, agent_over INT DEFAULT 0, exit_status INT, machinery TEXT, reason TEXT DEFAULT '',
+CREATE TABLE IF NOT EXISTS rollouts(id TEXT PRIMARY KEY, "group" TEXT, "index" INT, kind TEXT, status TEXT DEFAULT 'queued',
+    attempts INT DEFAULT 0, controller TEXT, agent_over INT DEFAULT 0, exit_status INT, machinery TEXT, reason TEXT DEFAULT '',
     reward REAL, metrics TEXT DEFAULT '{}', truncated INT DEFAULT 0, turns INT DEFAULT 0, calls INT DEFAULT 0,
     sampled_tokens INT DEFAULT 0, seq INT UNIQUE, started_at REAL, finished_at REAL);
 CREATE INDEX IF NOT EXISTS rollouts_status ON rollouts(status);
-CREATE INDEX IF NOT EXISTS rollouts_grp ON rollouts(grp);
+CREATE INDEX IF NOT EXISTS rollouts_group ON rollouts("group");
 -- ids: int32, prompt and response without the first `shared`, which are those of turn `parent`; logprobs: float64
-CREATE TABLE IF NOT EXISTS turns(rollout TEXT, attempt INT, idx INT, parent INT, shared INT, prompt INT, ids BLOB,
-    logprobs BLOB, versions BLOB, finish TEXT, request BLOB, reply BLOB, status TEXT, error TEXT, started_at REAL,
-    finished_at REAL, PRIMARY KEY(rollout, attempt, idx));
+CREATE TABLE IF NOT EXISTS turns(rollout TEXT, attempt INT, "index" INT, parent INT, shared INT, prompt INT, ids BLOB,
+    logprobs BLOB, versions BLOB, finish_reason TEXT, request BLOB, reply BLOB, status TEXT, error TEXT, started_at REAL,
+    finished_at REAL, PRIMARY KEY(rollout, attempt, "index"));
 -- a message and the conversation before it, addressed by the hash of both
 CREATE TABLE IF NOT EXISTS messages(hash BLOB PRIMARY KEY, before BLOB, data BLOB);
 CREATE TABLE IF NOT EXISTS events(rollout TEXT, attempt INT, kind TEXT, data BLOB, at REAL);
@@ -77,34 +78,26 @@ CREATE TABLE IF NOT EXISTS steps(step INT PRIMARY KEY, data BLOB);
 CREATE TABLE IF NOT EXISTS counts(name TEXT PRIMARY KEY, n INT);
 CREATE TABLE IF NOT EXISTS hold(one INT PRIMARY KEY, data BLOB);
 """
+ROLLOUT = 'SELECT rollouts.rowid, * FROM rollouts JOIN groups ON "group" = name'
+FRESH = {"controller": None, "agent_over": 0, "exit_status": None, "machinery": None, "reward": None, "metrics": "{}",
+         "truncated": 0, "turns": 0, "calls": 0, "sampled_tokens": 0}  # a rollout before its next attempt
 
 
 @dataclass
 class GatewaySettings:
     """Serves rollouts and the model API."""
 
-    run_dir: Path
-    """Directory of this run, for the log."""
-    engine_url: str
-    """Engine that speaks vLLM's routes, e.g. http://127.0.0.1:8000."""
-    port: int = 0
-    """Port to listen on. 0: a free one, which the first log line tells."""
-    host: str = "127.0.0.1"
-    """Address to listen on."""
-    secret_file: Path | None = None
-    """The run's secret, from which all keys are made; made if missing. Default: RUN_DIR/secret."""
-    engine_key_file: Path | None = None
-    """File with the engine's bearer key."""
-    engine_retry: float = 60.0
-    """Seconds for which a call waits for an engine that is gone before it gets 503."""
-    max_open_calls: int = 64
-    """Open model calls of one rollout; more get 429."""
-    max_body: int = 64 * 2**20
-    """Bytes of one request; more get 413."""
-    keepalive: float = 15.0
-    """Seconds of silence after which a waiting stream gets an empty event."""
-    die_with_parent: bool = False
-    """End when the process that started this one ends."""
+    run_dir: Path  # Directory of this run, for the log.
+    engine_url: str  # Engine that speaks vLLM's routes, e.g. http://127.0.0.1:8000
+    port: int = 0  # Port to listen on. 0: a free one, which the first log line tells.
+    host: str = "127.0.0.1"  # Address to listen on.
+    secret_file: Path | None = None  # The run's secret, which all keys are made from. None: RUN_DIR/secret, made if missing.
+    engine_key_file: Path | None = None  # File with the engine's bearer key.
+    engine_retry: float = 60.0  # Seconds for which a call waits for an engine that is gone before it gets 503.
+    max_open_calls: int = 64  # Open model calls of one rollout; more get 429.
+    max_body: int = 64 * 2**20  # Bytes of one request; more get 413.
+    keepalive: float = 15.0  # Seconds of silence after which a waiting stream gets an empty event.
+    die_with_parent: bool = False  # End when the process that started this one ends.
 
 
 # ---- what clients send, checked
@@ -118,7 +111,7 @@ class Body(BaseModel):
 
 
 class Sampling(Body, extra="forbid"):
-    """What decides how tokens are sampled; the harness's own wishes are overridden. Defaults: the plain distribution."""
+    """What decides how tokens are sampled; a harness's own wishes are overridden. Defaults: the plain distribution."""
 
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -191,7 +184,7 @@ class Step(Body, extra="allow"):
 
 
 class Query(BaseModel):
-    """The query string of every GET route. `messages=0` leaves out of turns what assembling rows does not need."""
+    """The query string of any GET. `messages=0` leaves out of turns what assembling rows does not need."""
 
     after: Int = -1
     limit: int = Field(100, ge=1, le=1000)
@@ -249,6 +242,20 @@ def common_ids(a: bytes, b: bytes) -> int:
     return low
 
 
+class Branches(dict[int, bytes]):
+    """The token sequences of an attempt that no later turn continues, by turn."""
+
+    def closest(self, ids: bytes) -> tuple[int, int]:
+        """The turn with the longest common beginning (-1: none), and that beginning's length in ids."""
+        shared, index = max(((common_ids(branch, ids), index) for index, branch in self.items()), default=(0, -1))
+        return (index, shared) if shared else (-1, 0)
+
+    def grow(self, index: int, ids: bytes, parent: int, shared: int) -> None:
+        if len(self.get(parent, b"")) == 4 * shared or len(self) >= MAX_BRANCHES:
+            self.pop(parent if parent in self else next(iter(self), -1), None)
+        self[index] = ids
+
+
 @dataclass(eq=False)
 class Call:
     """One model call and all that is known of its tokens. It outlives no connection, so far."""
@@ -259,19 +266,40 @@ class Call:
     body: JSON  # the harness's request
     sampling: JSON
     max_tokens: int
-    room: int = 0  # tokens that the context has left after the prompt
+    room: int  # tokens that the context has; once the prompt is known, what it has left
     model: str = ""  # the engine's name for it
     prompt_ids: list[int] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] | None = field(default_factory=list)  # None: the engine gave none for some id
     versions: list[int] = field(default_factory=list)
+    part: int = 0  # where the current engine request began in `ids`
     finish: str = ""
     started_at: float = field(default_factory=time.time)
     index: int | None = None  # of the logged turn
     task: "asyncio.Task[JSON] | None" = None
 
-    def take(self, part: int, choice: JSON, version: int) -> None:
-        """Appends what the engine sampled; `part` is where the current engine request began in `ids`."""
+    def continuation(self) -> JSON:
+        """The engine request that goes on from the prompt and the ids kept so far."""
+        self.part, self.finish = len(self.ids), ""
+        sampling = {key: value for key, value in self.sampling.items() if value is not None}
+        if "seed" in sampling:
+            sampling["seed"] += self.part
+        return {"model": self.model, "token_ids": self.prompt_ids + self.ids,
+                "stream": bool(self.body.get("stream")) or self.max_tokens > STREAM_ABOVE,
+                "sampling_params": {**sampling, "max_tokens": self.max_tokens - self.part, "logprobs": 0}}
+
+    async def receive(self, response: aiohttp.ClientResponse, version: int) -> None:
+        """Keeps what the engine sampled. `version`: of the weights, where the engine does not say."""
+        if response.content_type != "text/event-stream":
+            return self.keep(orjson.loads(await response.read())["choices"][0], version)
+        rest = b""
+        async for piece in response.content.iter_any():
+            *events, rest = (rest + piece).split(b"\n\n")
+            for event in events:
+                if event != b"data: [DONE]":
+                    self.keep(orjson.loads(event.removeprefix(b"data: "))["choices"][0], version)
+
+    def keep(self, choice: JSON, version: int) -> None:
         ids = choice.get("token_ids") or []
         numbers = [item.get("logprob") for item in (choice.get("logprobs") or {}).get("content") or ()]
         if self.logprobs is not None and len(numbers) == len(ids) and None not in numbers:
@@ -282,51 +310,101 @@ class Call:
         self.versions += [version] * len(ids)
         for span in choice.get("weight_versions") or ():
             if str(span["version"]).isdigit():
-                start, end = part + span["start"], min(part + span["end"], len(self.ids))
+                start, end = self.part + span["start"], min(self.part + span["end"], len(self.ids))
                 self.versions[start:end] = [int(span["version"])] * (end - start)
-        self.finish = choice.get("finish_reason") or ""
+        self.finish = choice.get("finish_reason") or self.finish
 
 
 class Engine:
-    """The engine's routes, asked until they answer. Its own pause is the trainer's business (vllm_control)."""
+    """The engine's routes, asked until they answer, and the gate before them. A pause is a lease; it and the time spent
+    paused survive a restart. The engine's own pause is the trainer's business (vllm_control)."""
 
-    def __init__(self, settings: GatewaySettings, gate: Callable[[], Awaitable[bool]]) -> None:
-        self.url, self.patience, self.gate = settings.engine_url.rstrip("/"), settings.engine_retry, gate
+    def __init__(self, settings: GatewaySettings, db: sqlite3.Connection) -> None:
+        self.url, self.patience, self.db = settings.engine_url.rstrip("/"), settings.engine_retry, db
         key = settings.engine_key_file.read_text().strip() if settings.engine_key_file else ""
         self.headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-        self.in_flight: set[asyncio.Timeout] = set()
+        self.http: aiohttp.ClientSession
         self.model: JSON | None = None
+        self.in_flight: set[asyncio.Timeout] = set()
+        saved = db.execute("SELECT data FROM hold").fetchone()
+        self.hold: JSON = orjson.loads(saved[0]) if saved else {
+            "paused": False, "version": 0, "lease_until": 0.0, "since": 0.0, "before": 0.0}
+        self.held = 0  # calls that wait at the gate
+        self.resumed = asyncio.Event()  # replaced when set
+
+    def held_seconds(self) -> float:
+        """Seconds in which calls were held, ever. An expired lease holds nothing."""
+        end = min(time.time(), self.hold["lease_until"])
+        return self.hold["before"] + (max(0.0, end - self.hold["since"]) if self.hold["paused"] else 0.0)
+
+    def set_hold(self, paused: bool, lease: float, version: int) -> JSON:
+        now = time.time()
+        hold = {"paused": paused, "version": version, "lease_until": now + lease, "since": now, "before": self.held_seconds()}
+        self.db.execute("INSERT OR REPLACE INTO hold VALUES(1, ?)", (orjson.dumps(hold),))
+        self.db.commit()
+        if paused and not self.hold["paused"]:
+            asyncio.get_running_loop().call_later(STRAGGLER_SECONDS, self.take_back, self.resumed)
+        self.hold = hold
+        if not paused:
+            self.resumed.set()
+            self.resumed = asyncio.Event()
+        return {"in_flight": len(self.in_flight), "version": version}
+
+    def take_back(self, resumed: asyncio.Event) -> None:
+        """Takes back requests that wait inside a paused engine: it may sleep only once nothing is in flight."""
+        for limit in self.in_flight if not resumed.is_set() else ():
+            if not limit.expired():
+                limit.reschedule(0)
+
+    async def gate(self) -> bool:
+        """Returns when not paused, and whether it waited. It does not give way first: what follows at once is not paused."""
+        waited = False
+        while self.hold["paused"]:
+            left, waited = self.hold["lease_until"] - time.time(), True
+            if left <= 0:
+                raise ApiError(503, "the trainer's pause has expired: it died or hangs; retry later", "pause_expired")
+            self.held += 1
+            try:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.resumed.wait(), left)
+            finally:
+                self.held -= 1
+        return waited
 
     async def card(self) -> JSON:
         """The engine's model: {"id", "max_model_len"?, ...}."""
         self.model = self.model or (await self.ask("/v1/models"))["data"][0]
         return self.model
 
-    async def ask(self, path: str, body: JSON | Callable[[], JSON] | None = None, handle: Any = None, gated: bool = True,
-                  progress: Callable[[], int] = lambda: 0) -> Any:
-        """`handle(response)`, or the JSON, of the first answer that is a result. A callable `body` is built anew for each
-        try; a try that made progress, or was held, starts the patience anew. ApiError: 400 the engine's, 503 no engine."""
-        tries, since, done = 0, time.monotonic(), progress()
+    async def ask(self, path: str, body: JSON | None = None, gated: bool = True, call: Call | None = None) -> Any:
+        """The JSON of the first answer that is a result; with a `call`, it receives the answer, and each try continues
+        it. A try that brought tokens, or was held, starts the patience anew. ApiError: 400 the engine's, 503 no engine."""
+        tries, since, kept = 0, time.monotonic(), 0
         while True:
             if (gated or tries) and await self.gate():
                 since = time.monotonic()
             limit = asyncio.timeout(None)
             self.in_flight.add(limit)
             try:
-                data = orjson.dumps(body() if callable(body) else body) if body else None
+                data = orjson.dumps(call.continuation() if call else body) if call or body else None
                 async with limit, self.http.request("POST" if data else "GET", self.url + path, data=data) as response:
                     if response.status in (400, 413, 422):
                         raise refusal(await response.read())
                     if response.status != 200:
                         raise EngineFault(f"{response.status} {(await response.text('utf-8', 'replace'))[:300]}")
-                    return await handle(response) if handle else orjson.loads(await response.read())
+                    if not call:
+                        return orjson.loads(await response.read())
+                    await call.receive(response, self.hold["version"])
+                    if call.finish:
+                        return None
+                    raise EngineFault("the reply ended without a finish reason")
             except (aiohttp.ClientError, OSError, EngineFault, ValueError, LookupError, TypeError) as error:
                 fault = error  # the last three: the answer is not of the agreed shape
             finally:
                 self.in_flight.discard(limit)
             self.model = None  # another engine may come up in its place
-            if progress() > done:
-                tries, since, done = 0, time.monotonic(), progress()
+            if call and len(call.ids) > kept:
+                tries, since, kept = 0, time.monotonic(), len(call.ids)
             gone = isinstance(fault, aiohttp.ClientError | OSError)
             if time.monotonic() - since >= (self.patience if gone else min(self.patience, STATUS_FAULT_SECONDS)):
                 raise ApiError(503, f"engine {self.url}{path} failed until patience ended: {fault!r}", "engine_unavailable")
@@ -335,13 +413,6 @@ class Engine:
             await asyncio.sleep(min(1.0, 0.05 * 2**tries) if tries else 0)  # at first at once: a stale idle socket
             tries += 1
 
-    async def paused(self) -> None:
-        """Takes back requests that wait inside a paused engine: it may sleep only once nothing is in flight."""
-        await asyncio.sleep(STRAGGLER_SECONDS)
-        for limit in self.in_flight:
-            if not limit.expired():
-                limit.reschedule(0)
-
 
 def refusal(body: bytes) -> ApiError:
     """The engine's 400 as the harness sees it. vLLM: {"error": {"message"}}."""
@@ -349,15 +420,6 @@ def refusal(body: bytes) -> ApiError:
     with contextlib.suppress(ValueError, LookupError, TypeError):
         message = str(orjson.loads(body)["error"]["message"])
     return ApiError(400, message, "context_length_exceeded" if OVERFLOW.search(message) else None)
-
-
-async def sse_data(response: aiohttp.ClientResponse) -> AsyncIterator[JSON]:
-    rest = b""
-    async for piece in response.content.iter_any():
-        *events, rest = (rest + piece).split(b"\n\n")
-        for event in events:
-            if event.startswith(b"data: ") and event != b"data: [DONE]":
-                yield orjson.loads(event[6:])
 
 
 class Gateway:
@@ -369,25 +431,26 @@ class Gateway:
         for pragma in ("locking_mode=EXCLUSIVE", "journal_mode=WAL", "synchronous=NORMAL"):
             self.db.execute(f"PRAGMA {pragma}")
         self.db.executescript(SCHEMA)
-        saved = self.one("SELECT data FROM hold")
-        self.hold: JSON = orjson.loads(saved["data"]) if saved else {
-            "paused": False, "version": 0, "lease_until": 0.0, "since": 0.0, "before": 0.0}
-        self.held = 0  # calls that wait at the gate
-        self.resumed, self.bell = asyncio.Event(), asyncio.Event()  # replaced when set; the bell: for long polls
-        self.engine = Engine(settings, self.gate)
-        self.straggling: asyncio.Task[None] | None = None
-        # per attempt: token sequences that no later turn continues; open calls
-        self.branches: dict[tuple[str, int], dict[int, bytes]] = {}
+        self.engine = Engine(settings, self.db)
+        self.bell = asyncio.Event()  # for long polls; replaced when set
+        self.branches: dict[tuple[str, int], Branches] = {}  # of running attempts; made from the log where missing
         self.open: dict[tuple[str, int], set[Call]] = {}
-
-    def one(self, sql: str, *values: Any) -> sqlite3.Row | None:
-        return self.db.execute(sql, values).fetchone()
 
     def count(self, name: str) -> None:
         self.db.execute("INSERT INTO counts VALUES(?, 1) ON CONFLICT(name) DO UPDATE SET n = n + 1", (name,))
 
     def event(self, rollout: str, attempt: int, kind: str, data: Any) -> None:
         self.db.execute("INSERT INTO events VALUES(?, ?, ?, ?, ?)", (rollout, attempt, kind, packed(data), time.time()))
+
+    def set(self, rollout: str, **columns: Any) -> None:
+        assignments = ", ".join(f"{column} = ?" for column in columns)
+        self.db.execute(f"UPDATE rollouts SET {assignments} WHERE id = ?", (*columns.values(), rollout))
+
+    def rollout(self, rollout: str) -> sqlite3.Row:
+        row = self.db.execute(f"{ROLLOUT} WHERE id = ?", (rollout,)).fetchone()
+        if row is None:
+            raise ApiError(404, f"no rollout {rollout[:100]!r}", "not_found")
+        return row
 
     # ---- requests
 
@@ -400,8 +463,8 @@ class Gateway:
         if who.scope not in scopes.split():
             raise ApiError(403, f"a key of scope {who.scope!r} may not call this route", "wrong_scope")
         if who.scope != "admin":
-            row = self.one("SELECT status, attempt, agent_over FROM rollouts WHERE id = ?", who.rollout)
-            alive = row and row["status"] == "running" and row["attempt"] == who.attempt
+            row = self.rollout(who.rollout)
+            alive = row["status"] == "running" and row["attempts"] == who.attempt
             if not alive or (who.scope == "agent" and row["agent_over"]):
                 raise ApiError(401, f"this key has expired: attempt {who.attempt} of {who.rollout} is over", "key_expired")
             if request.path_params.get("id", who.rollout) != who.rollout:
@@ -409,15 +472,14 @@ class Gateway:
         return who
 
     async def body(self, request: Request, limit: int) -> JSON:
-        size = int(request.headers.get("content-length", "0"))
-        pieces, received = [], 0
-        if size <= limit:
+        size, pieces = 0, []
+        if int(request.headers.get("content-length", "0")) <= limit:
             async for piece in request.stream():
                 pieces.append(piece)
-                received += len(piece)
-                if received > limit:
+                size += len(piece)
+                if size > limit:
                     break
-        if max(size, received) > limit:
+        if not pieces or size > limit:
             raise ApiError(413, f"the request is larger than {limit} bytes", "request_too_large")
         try:
             data = orjson.loads(b"".join(pieces))
@@ -427,12 +489,6 @@ class Gateway:
         if not isinstance(data, dict):
             raise ApiError(400, "the body must be a JSON object", "invalid_json")
         return data
-
-    def rollout(self, request: Request) -> sqlite3.Row:
-        row = self.one("SELECT * FROM rollouts JOIN groups ON grp = name WHERE id = ?", request.path_params["id"])
-        if row is None:
-            raise ApiError(404, f"no rollout {request.path_params['id'][:100]!r}", "not_found")
-        return row
 
     async def poll(self, request: Request, wait: float, found: Callable[[], list[Any]]) -> list[Any]:
         """`found()` once it finds something, or after `wait` seconds; nothing is taken for a client that has left."""
@@ -454,43 +510,39 @@ class Gateway:
     async def create(self, request: Request, body: Group) -> JSON:
         data = orjson.dumps(body.model_dump(), option=orjson.OPT_SORT_KEYS)
         ids = [f"{body.group}.{index}" for index in range(body.n)]
-        known = self.one("SELECT body FROM groups WHERE name = ?", body.group)
+        known = self.db.execute("SELECT body FROM groups WHERE name = ?", (body.group,)).fetchone()
         if known and known["body"] != data:
             raise ApiError(409, f"group {body.group!r} exists with other contents", "conflict")
         if not known:
-            with self.db:
-                self.db.execute("INSERT INTO groups VALUES(?, ?)", (body.group, data))
-                self.db.executemany("INSERT INTO rollouts(id, grp, idx, kind) VALUES(?, ?, ?, ?)",
-                                    [(rollout, body.group, index, body.kind) for index, rollout in enumerate(ids)])
+            self.db.execute("INSERT INTO groups VALUES(?, ?)", (body.group, data))
+            self.db.executemany('INSERT INTO rollouts(id, "group", "index", kind) VALUES(?, ?, ?, ?)',
+                                [(rollout, body.group, index, body.kind) for index, rollout in enumerate(ids)])
             self.ring()
         return {"group": body.group, "rollouts": ids}
 
-    def assignments(self, where: str, *values: Any) -> list[JSON]:
-        rows = self.db.execute(f"SELECT * FROM rollouts JOIN groups ON grp = name WHERE {where} ORDER BY rollouts.rowid", values)
-        return [{"id": row["id"], "attempt": row["attempt"], "agent_over": bool(row["agent_over"]),
-                 **{key: value for key, value in orjson.loads(row["body"]).items() if key in ("task", "timeout")},
-                 **{f"{scope}_key": make_key(self.secret, scope, row["id"], row["attempt"]) for scope in ("agent", "verifier")}}
-                for row in rows]
+    def assignment(self, row: sqlite3.Row) -> JSON:
+        group, ours = orjson.loads(row["body"]), (row["id"], row["attempts"])
+        return {"id": row["id"], "attempt": row["attempts"], "task": group["task"], "timeout": group["timeout"],
+                "agent_over": bool(row["agent_over"]), "agent_key": make_key(self.secret, "agent", *ours),
+                "verifier_key": make_key(self.secret, "verifier", *ours)}
 
     async def claim(self, request: Request, body: Claim) -> JSON:
         def take() -> list[JSON]:
-            queued = self.db.execute("SELECT id FROM rollouts WHERE status = 'queued' ORDER BY rowid LIMIT ?", (body.max,))
-            ids = [row["id"] for row in queued]
-            if ids:
-                with self.db:
-                    self.db.executemany("UPDATE rollouts SET status = 'running', attempt = attempt + 1, controller = ?, "
-                                        "started_at = ? WHERE id = ?", [(body.controller, time.time(), id) for id in ids])
-            return self.assignments("id IN (SELECT value FROM json_each(?))", orjson.dumps(ids).decode()) if ids else []
-        return {"rollouts": await self.poll(request, body.wait, take), "held_seconds": self.held_seconds()}
+            rows = self.db.execute(f"{ROLLOUT} WHERE status = 'queued' ORDER BY rollouts.rowid LIMIT ?", (body.max,)).fetchall()
+            for row in rows:
+                self.set(row["id"], status="running", attempts=row["attempts"] + 1, controller=body.controller,
+                         started_at=time.time())
+            return [self.assignment(self.rollout(row["id"])) for row in rows]
+        return {"rollouts": await self.poll(request, body.wait, take), "held_seconds": self.engine.held_seconds()}
 
     async def adopt(self, request: Request, body: Claim) -> JSON:
-        mine = self.assignments("status = 'running' AND controller = ?", body.controller)
-        return {"rollouts": mine, "held_seconds": self.held_seconds()}
+        rows = self.db.execute(f"{ROLLOUT} WHERE status = 'running' AND controller = ?", (body.controller,)).fetchall()
+        return {"rollouts": [self.assignment(row) for row in rows], "held_seconds": self.engine.held_seconds()}
 
     async def close_calls(self, rollout: str, attempt: int) -> None:
         """The agent's key dies. Ends the attempt's open calls, and returns when their turns are logged."""
-        with self.db:
-            self.db.execute("UPDATE rollouts SET agent_over = 1 WHERE id = ?", (rollout,))
+        self.set(rollout, agent_over=1)
+        self.db.commit()
         if tasks := [call.task for call in self.open.get((rollout, attempt), ()) if call.task]:
             for task in tasks:
                 task.cancel()
@@ -498,24 +550,23 @@ class Gateway:
 
     def current(self, request: Request, attempt: int) -> sqlite3.Row:
         """The rollout, if `attempt` is the one that runs: late reports change nothing."""
-        row = self.rollout(request)
-        if attempt != row["attempt"] or row["status"] != "running":
-            raise ApiError(409, f"{row['id']} is {row['status']} in attempt {row['attempt']}, and this is about attempt "
+        row = self.rollout(request.path_params["id"])
+        if attempt != row["attempts"] or row["status"] != "running":
+            raise ApiError(409, f"{row['id']} is {row['status']} in attempt {row['attempts']}, and this is about attempt "
                                 f"{attempt}", "stale_attempt")
         return row
 
     async def agent_done(self, request: Request, body: AgentDone) -> JSON:
         row = self.current(request, body.attempt)
-        with self.db:
-            self.db.execute("UPDATE rollouts SET exit_status = ? WHERE id = ?", (body.exit_status, row["id"]))
-            self.event(row["id"], body.attempt, "agent_done", {"reason": body.reason, "output": (body.output or "")[-4096:]})
+        self.set(row["id"], exit_status=body.exit_status)
+        self.event(row["id"], body.attempt, "agent_done", {"reason": body.reason, "output": (body.output or "")[-4096:]})
         await self.close_calls(row["id"], body.attempt)
         return {"ok": True}
 
     async def report(self, request: Request, body: Report) -> JSON:
-        row = self.rollout(request)
-        if body.attempt == row["attempt"] and row["seq"] is not None:
-            return {"status": row["status"], "attempt": row["attempt"]}  # its reply was lost: the same again
+        row = self.rollout(request.path_params["id"])
+        if body.attempt == row["attempts"] and row["seq"] is not None:
+            return {"status": row["status"], "attempt": row["attempts"]}  # its reply was lost: the same again
         await self.close_calls(self.current(request, body.attempt)["id"], body.attempt)
         row = self.current(request, body.attempt)  # again: this took time
         status, reason = body.status, body.reason
@@ -523,125 +574,76 @@ class Gateway:
             status, reason = "failed", "verifier posted no reward"
         if status == "failed" and row["exit_status"] and row["machinery"]:
             status, reason = "lost", f"harness exited with {row['exit_status']} after: {row['machinery']}"
-        again = status == "lost" and body.attempt < orjson.loads(row["body"])["max_attempts"]
+        self.event(row["id"], body.attempt, status, {"reason": reason})
+        self.count(f"attempt_{status}")
+        if status == "lost" and body.attempt < orjson.loads(row["body"])["max_attempts"]:
+            status = "queued"
+            self.set(row["id"], status=status, reason=reason, **FRESH)
+        else:
+            seq = self.db.execute("SELECT coalesce(max(seq), 0) + 1 FROM rollouts").fetchone()[0]
+            self.set(row["id"], status=status, reason=reason, seq=seq, finished_at=time.time())
         self.branches.pop((row["id"], body.attempt), None)
-        with self.db:
-            self.event(row["id"], body.attempt, status, {"reason": reason})
-            self.count(f"rollout_{status}")
-            if again:
-                self.db.execute("UPDATE rollouts SET status = 'queued', controller = NULL, agent_over = 0, exit_status = NULL, "
-                                "machinery = NULL, reward = NULL, metrics = '{}', truncated = 0, turns = 0, calls = 0, "
-                                "sampled_tokens = 0, reason = ? WHERE id = ?", (reason, row["id"]))
-            else:
-                self.db.execute("UPDATE rollouts SET seq = (SELECT coalesce(max(seq), 0) + 1 FROM rollouts), status = ?, "
-                                "reason = ?, finished_at = ? WHERE id = ?", (status, reason, time.time(), row["id"]))
         self.ring()
-        return {"status": "queued" if again else status, "attempt": body.attempt}
+        return {"status": status, "attempt": body.attempt}
 
     async def reward(self, request: Request, body: Reward) -> JSON:
-        row = self.rollout(request)
-        if row["reward"] is not None and row["reward"] != body.reward:
-            raise ApiError(409, f"{row['id']} has its reward already: {row['reward']}, not {body.reward}", "conflict")
-        if row["reward"] is None and row["status"] != "running":
-            raise ApiError(409, f"{row['id']} is {row['status']}: it takes no reward", "conflict")
-        if row["reward"] is None:
-            with self.db:
-                self.db.execute("UPDATE rollouts SET reward = ?, metrics = ? WHERE id = ?",
-                                (body.reward, orjson.dumps(body.metrics), row["id"]))
+        row = self.rollout(request.path_params["id"])
+        if row["reward"] is None and row["status"] == "running":
+            self.set(row["id"], reward=body.reward, metrics=orjson.dumps(body.metrics))
+        elif row["reward"] != body.reward:
+            raise ApiError(409, f"{row['id']} is {row['status']} with reward {row['reward']}: it takes no other", "conflict")
         return {"reward": body.reward}
 
     async def events(self, request: Request, body: Event) -> JSON:
-        row = self.rollout(request)
-        with self.db:
-            self.event(row["id"], row["attempt"], body.kind, body.data)
+        row = self.rollout(request.path_params["id"])
+        self.event(row["id"], row["attempts"], body.kind, body.data)
         return {"ok": True}
 
     def record(self, row: sqlite3.Row) -> JSON:
-        group, reward = orjson.loads(row["body"]), row["reward"]
+        record, group = dict(row), orjson.loads(row["body"])
+        del record["body"], record["name"]
         if row["status"] in ("failed", "lost"):
-            reward = 0.0 if row["status"] == "failed" and group["on_failure"] == "zero" else None
-        same = ("id", "kind", "status", "reason", "turns", "exit_status", "seq", "started_at", "finished_at", "calls",
-                "sampled_tokens")
-        return {**{key: row[key] for key in same}, "group": row["grp"], "index": row["idx"], "task_id": group["task"]["id"],
-                "reward": reward, "metrics": orjson.loads(row["metrics"]), "truncated": bool(row["truncated"]),
-                "attempts": row["attempt"]}
+            record["reward"] = 0.0 if row["status"] == "failed" and group["on_failure"] == "zero" else None
+        return record | {"task_id": group["task"]["id"], "metrics": orjson.loads(row["metrics"]),
+                         "truncated": bool(row["truncated"])}
 
     async def get(self, request: Request, query: Query) -> JSON:
-        return self.record(self.rollout(request))
+        return self.record(self.rollout(request.path_params["id"]))
 
     async def select(self, request: Request, query: Query) -> JSON:
-        wanted = {"status": query.status, "grp": query.group, "kind": query.kind}
-        wanted = {column: value for column, value in wanted.items() if value is not None}
-        where = " AND ".join(["rollouts.rowid > ?", *(f"{column} = ?" for column in wanted)])
-        rows = self.db.execute(f"SELECT *, rollouts.rowid AS row FROM rollouts JOIN groups ON grp = name WHERE {where} "
-                               "ORDER BY row LIMIT ?", (query.after, *wanted.values(), query.limit)).fetchall()
-        return {"rollouts": [self.record(row) for row in rows], "next": rows[-1]["row"] if len(rows) == query.limit else None}
+        wanted = query.model_dump(include={"status", "group", "kind"}, exclude_none=True)
+        where = "".join(f' AND "{column}" = ?' for column in wanted)
+        rows = self.db.execute(f"{ROLLOUT} WHERE rollouts.rowid > ?{where} ORDER BY rollouts.rowid LIMIT ?",
+                               (query.after, *wanted.values(), query.limit)).fetchall()
+        return {"rollouts": [self.record(row) for row in rows], "next": rows[-1]["rowid"] if len(rows) == query.limit else None}
 
     async def finished(self, request: Request, query: Query) -> JSON:
         rows = await self.poll(request, query.wait, lambda: self.db.execute(
-            "SELECT * FROM rollouts JOIN groups ON grp = name WHERE seq > ? ORDER BY seq LIMIT ?",
-            (query.after, query.limit)).fetchall())
+            f"{ROLLOUT} WHERE seq > ? ORDER BY seq LIMIT ?", (query.after, query.limit)).fetchall())
         return {"rollouts": [self.record(row) for row in rows], "seq": rows[-1]["seq"] if rows else max(query.after, 0)}
 
     # ---- hold, state
 
-    def held_seconds(self) -> float:
-        """Seconds in which calls were held, ever. An expired lease holds nothing."""
-        end = min(time.time(), self.hold["lease_until"])
-        return self.hold["before"] + (max(0.0, end - self.hold["since"]) if self.hold["paused"] else 0.0)
-
-    def set_hold(self, paused: bool, lease: float = 0.0, version: int | None = None) -> JSON:
-        now, version = time.time(), self.hold["version"] if version is None else version
-        hold = {"paused": paused, "version": version, "lease_until": now + lease, "since": now, "before": self.held_seconds()}
-        with self.db:
-            self.db.execute("INSERT OR REPLACE INTO hold VALUES(1, ?)", (orjson.dumps(hold),))
-        self.hold = hold
-        if self.straggling and not paused:
-            self.straggling.cancel()
-        if not paused:
-            self.resumed.set()
-            self.resumed = asyncio.Event()
-        return {"in_flight": len(self.engine.in_flight), "version": version}
-
-    async def gate(self) -> bool:
-        """Returns when not paused, and whether it waited. It does not give way first: what follows at once is not paused."""
-        waited = False
-        while self.hold["paused"]:
-            left, waited = self.hold["lease_until"] - time.time(), True
-            if left <= 0:
-                raise ApiError(503, "the trainer's pause has expired: it died or hangs; retry later", "pause_expired")
-            self.held += 1
-            try:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self.resumed.wait(), left)
-            finally:
-                self.held -= 1
-        return waited
-
     async def pause(self, request: Request, body: Lease) -> JSON:
-        if self.straggling:
-            self.straggling.cancel()
-        self.straggling = asyncio.ensure_future(self.engine.paused())
-        return self.set_hold(True, body.lease)
+        return self.engine.set_hold(True, body.lease, self.engine.hold["version"])
 
     async def lease(self, request: Request, body: Lease) -> JSON:
-        if not self.hold["paused"]:
+        if not self.engine.hold["paused"]:
             raise ApiError(409, "not paused: there is no lease to renew", "conflict")
-        return self.set_hold(True, body.lease)
+        return await self.pause(request, body)
 
     async def resume(self, request: Request, body: Resume) -> JSON:
-        return self.set_hold(False, version=body.version)
+        return self.engine.set_hold(False, 0.0, body.version)
 
     async def state(self, request: Request, query: Query) -> JSON:
-        in_state = dict(self.db.execute("SELECT status, count(*) FROM rollouts GROUP BY status").fetchall())
-        return {"paused": self.hold["paused"], "version": self.hold["version"], "in_flight": len(self.engine.in_flight),
-                "held": self.held, "held_seconds": self.held_seconds(), "queued": in_state.pop("queued", 0),
-                "running": in_state.pop("running", 0), "finished": sum(in_state.values()),
+        count = dict(self.db.execute("SELECT status, count(*) FROM rollouts GROUP BY status").fetchall())
+        return {"paused": self.engine.hold["paused"], "version": self.engine.hold["version"], "held": self.engine.held,
+                "in_flight": len(self.engine.in_flight), "held_seconds": self.engine.held_seconds(),
+                "queued": count.pop("queued", 0), "running": count.pop("running", 0), "finished": sum(count.values()),
                 "counts": dict(self.db.execute("SELECT name, n FROM counts ORDER BY name").fetchall())}
 
     async def steps(self, request: Request, body: Step) -> JSON:
-        with self.db:
-            self.db.execute("INSERT OR REPLACE INTO steps VALUES(?, ?)", (body.step, packed(body.model_dump())))
+        self.db.execute("INSERT OR REPLACE INTO steps VALUES(?, ?)", (body.step, packed(body.model_dump())))
         return {"ok": True}
 
     async def health(self, request: Request, query: Query) -> JSON:
@@ -658,7 +660,7 @@ class Gateway:
             nodes.append((hashlib.blake2b(before + data, digest_size=16).digest(), before, data))
             before = nodes[-1][0]
         for address, parent, data in reversed(nodes):
-            if self.one("SELECT 1 FROM messages WHERE hash = ?", address):
+            if self.db.execute("SELECT 1 FROM messages WHERE hash = ?", (address,)).fetchone():
                 break  # then everything before it is there too
             self.db.execute("INSERT INTO messages VALUES(?, ?, ?)", (address, parent, zlib.compress(data, 1)))
         return before
@@ -667,8 +669,8 @@ class Gateway:
         messages = []
         while address:
             if address not in seen:
-                row = self.one("SELECT before, data FROM messages WHERE hash = ?", address)
-                seen[address] = (row["before"], orjson.loads(zlib.decompress(row["data"])))
+                before, data = self.db.execute("SELECT before, data FROM messages WHERE hash = ?", (address,)).fetchone()
+                seen[address] = (before, orjson.loads(zlib.decompress(data)))
             address, message = seen[address]
             messages.append(message)
         return messages[::-1]
@@ -676,108 +678,104 @@ class Gateway:
     def sequences(self, rollout: str, attempt: int, upto: int = 2**31) -> Iterator[tuple[sqlite3.Row, bytes]]:
         """Each logged turn with its prompt and response ids."""
         whole: dict[int, bytes] = {}
-        for turn in self.db.execute("SELECT * FROM turns WHERE rollout = ? AND attempt = ? AND idx <= ? ORDER BY idx",
+        for turn in self.db.execute('SELECT * FROM turns WHERE rollout = ? AND attempt = ? AND "index" <= ? ORDER BY "index"',
                                     (rollout, attempt, upto)).fetchall():
-            ids = whole[turn["idx"]] = whole.get(turn["parent"], b"")[: 4 * turn["shared"]] + turn["ids"]
+            ids = whole[turn["index"]] = whole.get(turn["parent"], b"")[: 4 * turn["shared"]] + turn["ids"]
             yield turn, ids
 
-    def closest(self, branches: dict[int, bytes], ids: bytes) -> tuple[int, int]:
-        """The turn with the longest common beginning (-1: none) and that beginning's length in ids."""
-        shared = {index: common_ids(branch, ids) for index, branch in branches.items()}
-        best = max(shared, key=shared.get, default=-1)
-        return (best, shared[best]) if shared.get(best) else (-1, 0)
-
-    def grow(self, branches: dict[int, bytes], index: int, ids: bytes, parent: int, shared: int) -> None:
-        if len(branches.get(parent, b"")) == 4 * shared or len(branches) >= MAX_BRANCHES:
-            branches.pop(parent if parent in branches else next(iter(branches)), None)
-        branches[index] = ids
-
     async def turns(self, request: Request, query: Query) -> JSON:
-        row, page = self.rollout(request), []
+        row, page = self.rollout(request.path_params["id"]), []
         seen: dict[bytes, tuple[bytes, Any]] = {}
-        for turn, ids in self.sequences(row["id"], row["attempt"], query.after + query.limit):
-            if turn["idx"] <= query.after:
+        for turn, ids in self.sequences(row["id"], row["attempts"], query.after + query.limit):
+            if turn["index"] <= query.after:
                 continue
-            prompt, response = array("i", ids[: 4 * turn["prompt"]]), array("i", ids[4 * turn["prompt"] :])
-            page.append({"index": turn["idx"], "prompt_ids": prompt.tolist(), "response_ids": response.tolist(),
+            page.append({"prompt_ids": array("i", ids[: 4 * turn["prompt"]]).tolist(),
+                         "response_ids": array("i", ids[4 * turn["prompt"] :]).tolist(),
                          "logprobs": None if turn["logprobs"] is None else array("d", turn["logprobs"]).tolist(),
-                         "versions": orjson.loads(zlib.decompress(turn["versions"])), "finish_reason": turn["finish"],
-                         "status": turn["status"], "delivered": turn["status"] == "ok", "error": turn["error"]})
+                         "versions": orjson.loads(zlib.decompress(turn["versions"])), "delivered": turn["status"] == "ok",
+                         **{key: turn[key] for key in ("index", "finish_reason", "status", "error")}})
             if query.messages:
-                messages, reply = self.recall(turn["request"], seen), turn["reply"]
+                messages, reply = self.recall(turn["request"], seen), self.recall(turn["reply"], seen)
                 tools = messages.pop(0)["tools"] if "role" not in messages[0] else None
-                page[-1] |= {"messages": messages, "tools": tools, "message": self.recall(reply, seen)[-1] if reply else None}
+                page[-1] |= {"messages": messages, "tools": tools, "message": reply[-1] if reply else None}
         return {"turns": page, "next": page[-1]["index"] if len(page) == query.limit else None}
 
     def log_turn(self, call: Call, status: str, message: JSON | None = None, error: str | None = None) -> None:
         """Returns when the turn is durable. A call that sampled nothing leaves no turn; of a turn that is logged already
         only the status changes."""
-        key, now = (call.rollout, call.attempt), time.time()
-        if call.index is not None or not call.ids:
-            with self.db:
-                self.count(f"call_{status}")
-                self.db.execute("UPDATE turns SET status = ?, error = ? WHERE rollout = ? AND attempt = ? AND idx = ?",
-                                (status, error, *key, call.index))
-            return
-        if key not in self.branches:
-            self.branches[key] = {}
-            for turn, ids in self.sequences(*key):
-                self.grow(self.branches[key], turn["idx"], ids, turn["parent"], turn["shared"])
-        branches, ids = self.branches[key], array("i", call.prompt_ids + call.ids).tobytes()
-        parent, shared = self.closest(branches, ids)
-        tools, logprobs = call.body.get("tools"), None if call.logprobs is None else array("d", call.logprobs).tobytes()
-        cut = call.finish == "length" and len(call.ids) >= call.room
+        key = (call.rollout, call.attempt)
         with self.db:
-            index = self.one("SELECT count(*) FROM turns WHERE rollout = ? AND attempt = ?", *key)[0]
-            conversation = self.remember(b"", [*([{"tools": tools}] if tools else []), *call.body["messages"]])
+            self.count(f"call_{status}")
+            if call.index is not None or not call.ids:
+                self.db.execute('UPDATE turns SET status = ?, error = ? WHERE rollout = ? AND attempt = ? AND "index" = ?',
+                                (status, error, *key, call.index))
+                return
+            branches = self.branches.get(key) or Branches()
+            for turn, ids in self.sequences(*key) if not branches else ():
+                branches.grow(turn["index"], ids, turn["parent"], turn["shared"])
+            index = self.db.execute("SELECT count(*) FROM turns WHERE rollout = ? AND attempt = ?", key).fetchone()[0]
+            ids = array("i", call.prompt_ids + call.ids).tobytes()
+            parent, shared = branches.closest(ids)
+            logprobs = None if call.logprobs is None else array("d", call.logprobs).tobytes()
+            if logprobs is None:
+                self.count("turn_without_logprobs")
+            tools = [{"tools": call.body["tools"]}] if call.body.get("tools") else []
+            request = self.remember(b"", tools + call.body["messages"])
             self.db.execute(f"INSERT INTO turns VALUES({','.join('?' * 16)})", (
-                *key, index, parent, shared, len(call.prompt_ids), ids[4 * shared :], logprobs, packed(call.versions), call.finish,
-                conversation, self.remember(conversation, [message]) if message else None, status, error, call.started_at, now))
-            self.db.execute("UPDATE rollouts SET turns = turns + 1, sampled_tokens = sampled_tokens + ?, truncated = truncated OR ? "
-                            "WHERE id = ? AND attempt = ?", (len(call.ids), cut, *key))
-            for name in (f"call_{status}", *(["turn_without_logprobs"] if logprobs is None else [])):
-                self.count(name)
+                *key, index, parent, shared, len(call.prompt_ids), ids[4 * shared :], logprobs, packed(call.versions),
+                call.finish, request, self.remember(request, [message]) if message else None, status, error,
+                call.started_at, time.time()))
+            self.db.execute("UPDATE rollouts SET turns = turns + 1, sampled_tokens = sampled_tokens + ?, "
+                            "truncated = truncated OR ? WHERE id = ?",
+                            (len(call.ids), call.finish == "length" and len(call.ids) >= call.room, call.rollout))
         call.index = index
-        self.grow(branches, index, ids, parent, shared)
+        branches.grow(index, ids, parent, shared)
+        self.branches[key] = branches
 
     # ---- model calls
 
     async def models(self, request: Request, query: Query) -> JSON:
-        return {"object": "list", "data": [{"object": "model", "created": 0, "owned_by": "harnessed", **await self.engine.card()}]}
+        card = {"object": "model", "created": 0, "owned_by": "harnessed", **await self.engine.card()}
+        return {"object": "list", "data": [card]}
 
     async def chat(self, request: Request) -> "Reply":
         self.identify(request, "agent")
         body = await self.body(request, self.settings.max_body)
         who = self.identify(request, "agent")  # again: the attempt may have ended while its body came
         if len(self.open.get(who[1:], ())) >= self.settings.max_open_calls:
-            raise ApiError(429, f"{who.rollout} has {self.settings.max_open_calls} open calls, the most allowed", "too_many_calls")
+            raise ApiError(429, f"{self.settings.max_open_calls} calls of {who.rollout} are open, the most allowed",
+                           "too_many_calls")
         try:
             body = dialects.chat_request(body)
         except ValueError as error:
             raise ApiError(400, str(error)) from None
-        row = self.one("SELECT calls, body FROM rollouts JOIN groups ON grp = name WHERE id = ?", who.rollout)
-        group = orjson.loads(row["body"])
-        sampling, name = group["sampling"], f"{who.rollout}-{who.attempt}-{row['calls']}"
-        limits = [body.get("max_completion_tokens"), body.get("max_tokens"), sampling.pop("max_tokens"), group["context_limit"]]
+        row = self.rollout(who.rollout)
+        group, name = orjson.loads(row["body"]), f"{who.rollout}-{who.attempt}-{row['calls']}"
+        sampling, room = group["sampling"], group["context_limit"] or 2**31
+        limits = [room, *filter(None, (body.get("max_completion_tokens"), body.get("max_tokens"), sampling.pop("max_tokens")))]
         if sampling["seed"] is not None:  # its own for each call, or a group would be n equal rollouts
             sampling["seed"] = zlib.crc32(f"{sampling['seed']}/{name}".encode())
         changed = [key for key in (*sampling, *DROPPED) if body.get(key) not in (None, False, sampling.get(key))]
         if body.get("tool_choice") not in (None, "auto", "none"):
             changed.append("tool_choice")
             body["tool_choice"] = "auto"
-        with self.db:
-            self.db.execute("UPDATE rollouts SET calls = calls + 1 WHERE id = ?", (who.rollout,))
-            for key in changed:
-                self.count(f"override_{key}")
-        call = Call(who.rollout, who.attempt, name, body, sampling, min((n for n in limits if n is not None), default=2**31))
-        call.room = group["context_limit"] or 2**31
-        return Reply(self, call)
+        self.set(who.rollout, calls=row["calls"] + 1)
+        for key in changed:
+            self.count(f"override_{key}")
+        self.db.commit()
+        return Reply(self, Call(*who[1:], name, body, sampling, min(limits), room))
 
     async def run(self, call: Call) -> JSON:
         """One call from request to logged turn: the chat completion. Cancelled when its client or its attempt is gone."""
         try:
             await self.render(call)
-            await self.generate(call)
+            while not call.finish:
+                await self.engine.ask("/inference/v1/generate", call=call)
+                if call.finish == "abort":
+                    call.finish = "" if len(call.ids) < call.max_tokens else "length"
+                    self.count("generation_continued")
+                    self.db.commit()
+                    await asyncio.sleep(0.02)  # an engine that someone else paused: do not spin
             completion = await self.derender(call)
             self.log_turn(call, "ok", completion["choices"][0]["message"])
             return completion
@@ -786,19 +784,20 @@ class Gateway:
             raise
         except ApiError as error:
             self.log_turn(call, "error", error=error.message)
-            with self.db:
-                if error.status >= 500:  # a harness that gives up now is lost, not failed
-                    self.count(f"call_{error.code}")
-                    self.db.execute("UPDATE rollouts SET machinery = ? WHERE id = ?", (error.message, call.rollout))
-                elif error.code == "context_length_exceeded":
-                    self.count("context_overflow")
-                    self.db.execute("UPDATE rollouts SET truncated = 1 WHERE id = ?", (call.rollout,))
+            if error.status >= 500:  # a harness that gives up now is lost, not failed
+                self.set(call.rollout, machinery=error.message)
+            if error.code:
+                self.count(f"call_{error.code}")
+            if error.code == "context_length_exceeded":
+                self.set(call.rollout, truncated=1)
+            self.db.commit()
             raise
 
     async def render(self, call: Call) -> None:
-        card, unused = await self.engine.card(), {*call.sampling, *DROPPED, "stream", "stream_options", "n", "max_completion_tokens"}
-        kept = {key: value for key, value in call.body.items() if key not in unused}
-        rendered = await self.engine.ask("/v1/chat/completions/render", {**kept, "model": card["id"], "max_tokens": 1})
+        card = await self.engine.card()
+        ours = {*call.sampling, *DROPPED, "stream", "stream_options", "n", "max_completion_tokens"}
+        body = {key: value for key, value in call.body.items() if key not in ours} | {"model": card["id"], "max_tokens": 1}
+        rendered = await self.engine.ask("/v1/chat/completions/render", body)
         limit = min(call.room, card.get("max_model_len") or 2**31)
         call.prompt_ids, call.model = rendered["token_ids"], card["id"]
         call.room = limit - len(call.prompt_ids)
@@ -809,57 +808,22 @@ class Gateway:
         if stops := (rendered.get("sampling_params") or {}).get("stop_token_ids"):
             call.sampling["stop_token_ids"] = stops
 
-    async def generate(self, call: Call) -> None:
-        """Samples until the engine says that the reply is whole, over as many pauses and engine deaths as that takes:
-        each time the engine goes on from the prompt and the ids kept so far."""
-        stream, part = bool(call.body.get("stream")) or call.max_tokens > STREAM_ABOVE, 0
-
-        def body() -> JSON:
-            nonlocal part
-            part = len(call.ids)
-            sampling = {key: value for key, value in call.sampling.items() if value is not None}
-            if "seed" in sampling:
-                sampling["seed"] += part
-            return {"model": call.model, "token_ids": call.prompt_ids + call.ids, "stream": stream,
-                    "sampling_params": {**sampling, "max_tokens": call.max_tokens - part, "logprobs": 0}}
-
-        async def handle(response: aiohttp.ClientResponse) -> None:
-            version, call.finish = self.hold["version"], ""
-            if response.content_type == "text/event-stream":
-                async for data in sse_data(response):
-                    if data.get("choices"):
-                        call.take(part, data["choices"][0], version)
-            else:
-                call.take(part, orjson.loads(await response.read())["choices"][0], version)
-            if not call.finish:
-                raise EngineFault("the engine ended a reply without a finish reason")
-        while call.finish in ("", "abort"):
-            if len(call.ids) >= call.max_tokens:
-                call.finish = "length"
-                break
-            await self.engine.ask("/inference/v1/generate", body, handle, progress=lambda: len(call.ids))
-            if call.finish == "abort":
-                with self.db:
-                    self.count("generation_continued")
-                await asyncio.sleep(0.02)  # an engine that someone else paused: do not spin
-
     async def derender(self, call: Call) -> JSON:
         # The end-of-turn token would leak into the text; with finish reason "stop" it is the last one.
-        ids = call.ids[:-1] if call.finish == "stop" else call.ids
-        message: JSON = {"content": ""}
+        ids, message = call.ids[:-1] if call.finish == "stop" else call.ids, {"content": ""}
         if ids:
             choice = {"index": 0, "token_ids": ids, "finish_reason": call.finish, "logprobs": None}
-            request = {key: value for key, value in call.body.items() if key not in ("stream", "stream_options", "n", *DROPPED)}
+            ours = ("stream", "stream_options", "n", *DROPPED)
             reply = await self.engine.ask("/v1/chat/completions/derender", {
                 "model": call.model, "generate_response": {"request_id": call.name, "choices": [choice]},
-                "prompt_tokens": len(call.prompt_ids), "prompt_token_ids": call.prompt_ids,
-                "chat_request": {**request, "model": call.model}}, gated=False)
+                "prompt_tokens": len(call.prompt_ids), "prompt_token_ids": call.prompt_ids, "chat_request": {
+                    **{key: value for key, value in call.body.items() if key not in ours}, "model": call.model}}, gated=False)
             message = {key: value for key, value in reply["choices"][0]["message"].items() if value not in (None, [])}
         finish = "tool_calls" if message.get("tool_calls") and call.finish == "stop" else call.finish
         usage = {"prompt_tokens": len(call.prompt_ids), "completion_tokens": len(call.ids),
                  "total_tokens": len(call.prompt_ids) + len(call.ids)}
-        choice = {"index": 0, "message": {"role": "assistant", "content": None, **message}, "logprobs": None, "finish_reason": finish}
-        return {"object": "chat.completion", "usage": usage, "choices": [choice]}
+        return {"object": "chat.completion", "usage": usage, "choices": [{
+            "index": 0, "message": {"role": "assistant", "content": None, **message}, "logprobs": None, "finish_reason": finish}]}
 
 
 class Reply:
@@ -874,13 +838,14 @@ class Reply:
         calls = gateway.open.setdefault((call.rollout, call.attempt), set())
         calls.add(call)
         call.task, gone = asyncio.ensure_future(gateway.run(call)), asyncio.ensure_future(receive())
+        both = {call.task, gone}
         try:
             while not (call.task.done() or gone.done()):
-                await asyncio.wait({call.task, gone}, timeout=gateway.settings.keepalive, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(both, timeout=gateway.settings.keepalive, return_when=asyncio.FIRST_COMPLETED)
                 if call.body.get("stream") and not (call.task.done() or gone.done()):
                     await self.send_event(send, dialects.chat_chunk(self.head, {"content": ""}))
             if not gone.done():
-                status = await self.finish(send)
+                status = await self.finish(scope, receive, send)
             elif call.index is not None:
                 gateway.log_turn(call, "aborted", error="the client left before its reply")
         finally:  # also when the server ends this task
@@ -890,8 +855,8 @@ class Reply:
             calls.discard(call)
             if not calls:
                 gateway.open.pop((call.rollout, call.attempt), None)
-            log("call", rollout=call.rollout, attempt=call.attempt, turn=call.index, status=status, prompt=len(call.prompt_ids),
-                sampled=len(call.ids), finish=call.finish, ms=round(1000 * (time.time() - call.started_at), 1))
+            log("call", name=call.name, turn=call.index, status=status, prompt=len(call.prompt_ids), sampled=len(call.ids),
+                finish=call.finish, ms=round(1000 * (time.time() - call.started_at), 1))
 
     async def send_event(self, send: Send, body: bytes, more: bool = True) -> None:
         if not self.begun:
@@ -901,21 +866,22 @@ class Reply:
         self.begun = True
         await send({"type": "http.response.body", "body": body, "more_body": more})
 
-    async def finish(self, send: Send) -> int:
+    async def finish(self, scope: Any, receive: Callable[[], Awaitable[Any]], send: Send) -> int:
+        assert self.call.task
         try:
             completion = {**self.call.task.result(), **self.head}
         except BaseException as error:  # boundary: one call
             failure = as_api_error(error)
             if self.begun:
-                await self.send_event(send, dialects.sse(dialects.chat_error(failure.status, failure.message, failure.code)), False)
+                await self.send_event(send, dialects.sse(failure_body(failure)), False)
             else:
-                await error_response(failure)(None, None, send)
+                await error_response(failure)(scope, receive, send)
             return failure.status
         if self.call.body.get("stream"):
             usage = bool((self.call.body.get("stream_options") or {}).get("include_usage"))
             await self.send_event(send, b"".join(dialects.chat_stream(completion, usage)), False)
         else:
-            await Response(orjson.dumps(completion), media_type="application/json")(None, None, send)
+            await Response(orjson.dumps(completion), media_type="application/json")(scope, receive, send)
         return 200
 
 
@@ -928,41 +894,45 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, error.detail)
     if isinstance(error, ValidationError):
-        problems = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_input=False)[:5])
-        return ApiError(400, problems, "invalid_value")
+        problems = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()[:5]]
+        return ApiError(400, "; ".join(problems), "invalid_value")
     if isinstance(error, asyncio.CancelledError):
         return ApiError(401, "this key has expired: its attempt is over", "key_expired")
-    if isinstance(error, sqlite3.Error):
-        log("store_error", error=repr(error))
-        return ApiError(503, f"the log cannot be written: {error}", "store_unavailable")
     log("internal_error", error="".join(traceback.format_exception(error)))
+    if isinstance(error, sqlite3.Error):
+        return ApiError(503, f"the log cannot be written: {error}", "store_unavailable")
     return ApiError(500, f"internal error: {type(error).__name__}", "internal_error")
+
+
+def failure_body(error: ApiError) -> JSON:
+    return dialects.chat_error(error.status, error.message, error.code)
 
 
 def error_response(error: ApiError) -> Response:
     headers = {429: {"Retry-After": "1"}, 503: {"Retry-After": "5"}}.get(error.status)
-    return Response(orjson.dumps(dialects.chat_error(error.status, error.message, error.code)), error.status, headers, "application/json")
+    return Response(orjson.dumps(failure_body(error)), error.status, headers, "application/json")
 
 
 def create_app(settings: GatewaySettings) -> Starlette:
     settings.run_dir.mkdir(parents=True, exist_ok=True)
-    gateway = Gateway(settings)
+    gateway = g = Gateway(settings)
 
     def route(method: str, path: str, handler: Callable[..., Awaitable[JSON]], scopes: str, model: type[BaseModel] = Query) -> Route:
         async def endpoint(request: Request) -> Response:
-            started = time.monotonic()
+            started, given = time.monotonic(), dict(request.query_params)
             if scopes:
                 gateway.identify(request, scopes)
-            given = dict(request.query_params)
             if method == "POST":
                 given = await gateway.body(request, MAX_EVENT if model is Event else settings.max_body)
             result = await handler(request, model.model_validate(given))
+            gateway.db.commit()
             if method == "POST":
                 log("request", path=request.url.path, status=200, ms=round(1000 * (time.monotonic() - started), 1))
             return Response(orjson.dumps(result), media_type="application/json")
         return Route(path, endpoint, methods=[method])
 
     async def failed(request: Request, error: Exception) -> Response:
+        gateway.db.rollback()
         if isinstance(error, ClientDisconnect):
             return Response(status_code=499)
         failure = as_api_error(error)
@@ -972,12 +942,13 @@ def create_app(settings: GatewaySettings) -> Starlette:
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         # Idle sockets close before the engine's 5 s do. Proxy variables are not read: engines are near.
-        connector, timeout = aiohttp.TCPConnector(limit=0, keepalive_timeout=4), aiohttp.ClientTimeout(total=None, sock_connect=5)
-        async with aiohttp.ClientSession(headers=gateway.engine.headers, connector=connector, timeout=timeout) as gateway.engine.http:
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=5)
+        async with aiohttp.ClientSession(headers=g.engine.headers, connector=connector, timeout=timeout) as g.engine.http:
             yield
         gateway.db.close()
 
-    both, g = "admin verifier", gateway
+    both = "admin verifier"
     routes = [
         Route("/v1/chat/completions", g.chat, methods=["POST"]), route("GET", "/v1/models", g.models, "agent"),
         route("POST", "/rollouts", g.create, "admin", Group), route("GET", "/rollouts", g.select, "admin"),
@@ -986,27 +957,27 @@ def create_app(settings: GatewaySettings) -> Starlette:
         route("POST", "/pause", g.pause, "admin", Lease), route("POST", "/lease", g.lease, "admin", Lease),
         route("POST", "/resume", g.resume, "admin", Resume), route("POST", "/steps", g.steps, "admin", Step),
         route("GET", "/rollouts/{id}", g.get, both), route("GET", "/rollouts/{id}/turns", g.turns, both),
-        route("POST", "/rollouts/{id}/reward", g.reward, both, Reward), route("POST", "/rollouts/{id}/events", g.events, both, Event),
+        route("POST", "/rollouts/{id}/reward", g.reward, both, Reward),
+        route("POST", "/rollouts/{id}/events", g.events, both, Event),
         route("POST", "/rollouts/{id}/agent_done", g.agent_done, "admin", AgentDone),
         route("POST", "/rollouts/{id}/report", g.report, "admin", Report), route("GET", "/health", g.health, "")]
-    kinds = (ApiError, HTTPException, ValidationError, sqlite3.Error, ClientDisconnect, Exception)
+    kinds = (ApiError, HTTPException, ValidationError, ClientDisconnect, Exception)
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=dict.fromkeys(kinds, failed))
     app.state.gateway = gateway
     return app
 
 
-async def serve(config: Any, listener: socket.socket, settings: GatewaySettings, parent: int) -> None:
+async def serve(config: uvicorn.Config, listener: socket.socket, settings: GatewaySettings, parent: int) -> None:
     async def watch_parent() -> None:
-        while os.getppid() == parent:
+        while not settings.die_with_parent or os.getppid() == parent:
             await asyncio.sleep(0.5)
         os._exit(0)  # as good as kill -9, by which nothing acknowledged is lost
 
-    watch = asyncio.ensure_future(watch_parent()) if settings.die_with_parent else None
+    watch = asyncio.ensure_future(watch_parent())
     url = f"http://{settings.host}:{listener.getsockname()[1]}"
     log("listening", url=url, run_dir=str(settings.run_dir), engine=settings.engine_url)
     await uvicorn.Server(config).serve([listener])
-    if watch:
-        watch.cancel()
+    watch.cancel()
 
 
 def main(settings: GatewaySettings) -> None:

@@ -50,7 +50,8 @@ class Group:
     k: int  # place in the data order; the first group of a run is 0
     attempt: int = 0  # how often it had to be run again
     version: int = 0  # of the weights when it started
-    started: float = 0.0
+    started: float = 0.0  # updates since then are taken out: it moves on with them
+    finished: float = math.inf
     state: str = "running"
     results: dict[str, Record] = field(default_factory=dict)  # every final record by rollout id
     kept: list[Record] = field(default_factory=list)  # those to train: with a reward, not stale, not abandoned
@@ -79,8 +80,7 @@ class Scheduler:
                              f"{in_flight} and groups_per_step {groups_per_step}: raise it, or lower groups_in_flight")
         name = re.sub(r"[^A-Za-z0-9_]", "_", dataset)[:24]  # ids of rollouts are limited to [A-Za-z0-9_.]{1,80}
         self.prefix = name if name == dataset else f"{name}_{random.Random(dataset).getrandbits(32):08x}"
-        self.version = version
-        self.next_k = 0  # groups started so far: the place in the data order
+        self.version, self.next_k = version, 0  # next_k: the place in the data order
         self.groups: dict[str, Group] = {}  # running and complete, in the order of their start
         self.restarts: list[Group] = []  # to be started before new ones
         self.early: dict[str, list[Record]] = {}  # results of groups that are not started yet, by group id
@@ -107,8 +107,6 @@ class Scheduler:
         if self.update_start is not None:
             return [], "an update is running"
         self._end_overdue(now)
-        for group in self._in_state("complete"):
-            self._settle(group)  # again, since the version may have moved on
         if self.evaluating:
             return [], f"an evaluation is running: {len(self.evaluating)} rollouts left"
         complete, wanted = self._in_state("complete"), self.groups_per_step - self._unreplaced()
@@ -122,8 +120,9 @@ class Scheduler:
         chosen = complete[:self.groups_per_step]
         if blocker := self._blocker(chosen):
             return [], f"group {blocker.id} of version {blocker.version} would get older than max_staleness"
-        why = f"smaller step: {len(chosen)} of {self.groups_per_step} groups, {self.skipped} were skipped"
-        return chosen, why if len(chosen) < self.groups_per_step else ""
+        if len(chosen) == self.groups_per_step:
+            return chosen, ""
+        return chosen, f"smaller step: {len(chosen)} of {self.groups_per_step} groups, {self.skipped} were skipped"
 
     def stop_reason(self) -> str:
         """Why nothing can make progress any more; empty while something can."""
@@ -142,8 +141,7 @@ class Scheduler:
         """A group of `to_start` was posted."""
         assert group.id not in self.groups, f"group {group.id} was started twice"
         self.groups[group.id], group.started = group, now
-        if group in self.restarts:
-            self.restarts.remove(group)
+        self.restarts = [other for other in self.restarts if other is not group]
         self.next_k = max(self.next_k, group.k + 1)
         self.counts["groups_started"] += 1
         for record in self.early.pop(group.id, []):
@@ -154,16 +152,15 @@ class Scheduler:
         duplicate, early (its group is not started yet: held until then), evaluation."""
         if (record.get("version_max") or 0) > self.version:
             record = {**record, "status": "abandoned"}  # noted now, since our own version will reach that number
-        outcome = self._outcome(record)
+        outcome = self._outcome(record, now)
         self.counts[f"rollouts_{outcome}"] += 1
         return outcome
 
-    def _outcome(self, record: Record) -> str:
+    def _outcome(self, record: Record, now: float) -> str:
         name, group = record["id"], self.groups.get(record["group"])
         if record.get("kind") == "eval":
-            known = name in self.evaluating
-            self.evaluating.discard(name)
-            return "evaluation" if known else "late"
+            running, self.evaluating = self.evaluating, self.evaluating - {name}
+            return "evaluation" if name in running else "late"
         if group is None and self._is_to_come(record["group"]):
             self.early.setdefault(record["group"], []).append(record)
             return "early"
@@ -171,6 +168,7 @@ class Scheduler:
             return "duplicate" if group and name in group.results else "late"
         group.results[name] = record
         if len(group.results) == self.rollouts_per_group:
+            group.finished = now
             self._settle(group)
         return "kept" if _has_reward(record) else record["status"] if record["status"] in NO_RESULT else "dropped"
 
@@ -184,7 +182,6 @@ class Scheduler:
             self.consumed.append(group.k)
             self.counts["rollouts_stale"] += _stale(group)
         self.counts["groups_consumed"] += len(groups)
-        self.counts["steps_smaller"] += len(groups) < self.groups_per_step
         self.skipped = self.skipped_steps = 0
 
     def update_finished(self, now: float, version: int) -> None:
@@ -193,6 +190,8 @@ class Scheduler:
         for group in self.groups.values():
             group.started += now - self.update_start  # calls were held: it does not count against their time
         self.update_start, self.version = None, version
+        for group in self._in_state("complete"):
+            self._settle(group)  # again: some of its tokens may be too old now
 
     def evaluation_started(self, rollout_ids: list[str], now: float) -> None:
         """Rollouts of kind `eval` were posted. They are never trained, and updates wait for them."""
@@ -202,7 +201,7 @@ class Scheduler:
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint, as JSON: data order, consumed groups, and the groups that run first after a restart."""
-        unfinished = [[group.k, group.attempt, group.version] for group in self._unfinished()]
+        unfinished = [[group.k, group.attempt, group.version] for group in (*self.groups.values(), *self.restarts)]
         return {"version": self.version, "next_k": self.next_k, "consumed": list(self.consumed),
                 "unfinished": unfinished, "counts": dict(self.counts)}
 
@@ -224,10 +223,8 @@ class Scheduler:
     def _is_to_come(self, group_id: str) -> bool:
         match = re.fullmatch(re.escape(self.prefix) + r"\.(\d+)(?:r(\d+))?", group_id)
         k, attempt = (int(match[1]), int(match[2] or 0)) if match else (-1, 0)
-        return k >= self.next_k or any(group.k == k and group.attempt <= attempt for group in self._unfinished())
-
-    def _unfinished(self) -> list[Group]:
-        return [*self.groups.values(), *self.restarts]
+        unfinished = (*self.groups.values(), *self.restarts)
+        return k >= self.next_k or any(group.k == k and group.attempt <= attempt for group in unfinished)
 
     def _unreplaced(self) -> int:
         return max(0, self.skipped - self.max_refills)

@@ -153,7 +153,7 @@ def assemble(turns: list[Turn], max_tokens: int | None = None) -> tuple[list[Sam
 def _is_prefix(ids: list[int], prompt: list[int]) -> bool:
     # The last few ids differ between most rows, so that a row is copied and compared in full only where it will match.
     length = len(ids)
-    return prompt[max(0, length - 16):length] == ids[-16:] and prompt[:length] == ids
+    return length <= len(prompt) and prompt[max(0, length - 16):length] == ids[-16:] and prompt[:length] == ids
 
 
 def _train(row: Sample, turn: Turn) -> None:

@@ -224,12 +224,13 @@ class Bench:
                 start_new_session=True, env=environ() | {"SECRET_OF_MINE": "swordfish"}))
         return self.controllers[-1]
 
-    def add(self, harness: Any, verifier: Any = "verify_answer", timeout: float = 60.0, **agent: Any) -> str:
+    def add(self, harness: Any, verifier: Any = "verify_answer", timeout: float = 60.0, verifier_timeout: float = 60.0,
+            **agent: Any) -> str:
         self.count += 1
         rollout = f"g.{self.count}"
         name = lambda f: f"test_controller:{f}" if isinstance(f, str) and ":" not in f else f  # noqa: E731
         task = {"id": "t", "agent": {"harness": name(harness), "answer": "42", **agent},
-                "verifier": {"verify": name(verifier), "answer": "42", "timeout": 2, "password": "swordfish"}}
+                "verifier": {"verify": name(verifier), "answer": "42", "timeout": verifier_timeout, "password": "swordfish"}}
         keys = {f"{scope}_key": config.make_key(self.secret, scope, rollout, 1) for scope in ("agent", "verifier")}
         self.gateway.queued.append({"id": rollout, "attempt": 1, "task": task, "timeout": timeout, **keys})
         return rollout
@@ -303,7 +304,8 @@ def test_failing_harnesses(shared: Bench, harness: Any, exit_status: int, reason
     ("no_such_module:verify", "verifier exited 1: the verifier 'no_such_module:verify'"),
 ])
 def test_failing_verifiers(shared: Bench, verifier: Any, reason: str) -> None:
-    status, said, record = shared.run("harness_ok", verifier)
+    limit = 2.0 if verifier == "verify_sleeps" else 60.0
+    status, said, record = shared.run("harness_ok", verifier, verifier_timeout=limit)
     assert status == "failed" and said.startswith(reason) and "reward" not in record
     assert not marked()
 
