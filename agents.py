@@ -2,8 +2,8 @@
 
 A harness is `harness(task, workdir)`: it gets the task's `agent` part, finds its model in `OPENAI_BASE_URL`,
 `OPENAI_API_KEY` and `MODEL_NAME`, leaves its result in `workdir/result/`, and fails by raising. A verifier is
-`verify(task, workdir, turns)`: it runs in another process once the harness is dead, sees the task's `verifier` part too,
-and returns the reward.
+`verify(task, workdir, turns)`: it runs in another process once the harness is dead, sees the task's `verifier` part
+too, and returns the reward.
 
 Search: the model asks a `search` tool (retrieval over HTTP) until it answers with a last line "Answer: ...". Reward is
 exact match after Search-R1's normalization (arXiv 2503.09516), with F1 as a metric.
@@ -20,8 +20,8 @@ from pathlib import Path
 # ----------------------------------------------------------------------------------------------------------- search
 
 SEARCH_SYSTEM = "Search for facts. End with a line \"Answer: ...\"."
-SEARCH_TOOL = {"type": "function", "function": {
-    "name": "search", "parameters": {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}}}
+SEARCH_TOOL = {"type": "function", "function": {"name": "search", "parameters": {
+    "type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}}}
 
 
 def show_results(results: list[dict[str, str]]) -> str:
@@ -31,7 +31,8 @@ def show_results(results: list[dict[str, str]]) -> str:
 
 def run_search(url: str, query: str, k: int) -> list[dict[str, str]]:
     """Ask the retrieval server: POST {"query", "k"} -> {"results": [{"title", "text"}]}."""
-    request = urllib.request.Request(url, json.dumps({"query": query, "k": k}).encode(), {"Content-Type": "application/json"})
+    body = json.dumps({"query": query, "k": k}).encode()
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=30) as response:
         return json.loads(response.read())["results"]
 
@@ -48,9 +49,9 @@ def search_call(name: str, arguments: str, url: str, k: int) -> str:
 
 
 def search_agent(task: dict, workdir: Path) -> None:
-    """A multi-turn search agent on the openai client: at most `max_turns` (4) model calls, the last reply is the answer.
+    """A multi-turn search agent on the openai client; the reply without a call is the answer.
 
-    task: {"question", "search_url", "max_turns": 4, "results_per_search": 2}.
+    task: {"question", "search_url", "max_turns": 4, "results_per_search": 2}; `max_turns` counts model calls.
     """
     from openai import OpenAI  # a preloaded controller has it already
 
@@ -64,7 +65,8 @@ def search_agent(task: dict, workdir: Path) -> None:
             answer = reply.content or ""
             break
         for call in reply.tool_calls:
-            content = search_call(call.function.name, call.function.arguments, task["search_url"], task.get("results_per_search", 2))
+            content = search_call(call.function.name, call.function.arguments, task["search_url"],
+                                  task.get("results_per_search", 2))
             messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
     (workdir / "result").mkdir(exist_ok=True)
     (workdir / "result" / "answer.txt").write_text(answer, encoding="utf-8", errors="replace")

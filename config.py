@@ -199,7 +199,9 @@ class Config:
             need(not url or bool(re.fullmatch(r"https?://[^\s/]+/?", url)), setting, "use http://HOST:PORT")
         for setting in ("gateway_port", "engine_port"):
             need(0 <= getattr(self, setting) < 65536, setting, "must be a port number, or 0 for a free one")
-        if self.model and not Path(self.model).is_dir():
+        if self.model and Path(self.model).is_dir():
+            need((Path(self.model) / "config.json").is_file(), "model", "there is no config.json in it: not a Hugging Face model")
+        elif self.model:
             need("/" in self.model and not self.model.startswith((".", "/", "~")), "model",
                  "there is no such directory; give a directory with config.json, or a hub name such as Qwen3.5-9B")
 

@@ -23,7 +23,7 @@ def chat_error(status: int, message: str, code: str | None = None) -> dict[str, 
 
 def chat_request(body: dict[str, Any]) -> dict[str, Any]:
     """The body itself, checked where the engine's own message would be unclear, late, or a crash."""
-    messages = body.get("messages")
+    messages, tools = body.get("messages"), body.get("tools")
     if not isinstance(messages, list) or not messages:
         raise ValueError("'messages' must be a non-empty list")
     for at, message in enumerate(messages):
@@ -41,11 +41,15 @@ def chat_request(body: dict[str, Any]) -> dict[str, Any]:
                 raise ValueError(f"messages[{at}].content: a {kind} part needs a string {kind!r}")
     if body.get("n") not in (None, 1):
         raise ValueError(f"n={body['n']!r} is not supported: send n parallel requests instead, each is its own sample")
-    tools = body.get("tools")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise ValueError("'tools' must be a list of objects")
     if not isinstance(body.get("stream"), bool | None):
         raise ValueError("'stream' must be a boolean")
+    if not isinstance(body.get("stream_options"), dict | None):
+        raise ValueError("'stream_options' must be an object")
+    for name in ("max_completion_tokens", "max_tokens"):
+        if body.get(name) is not None and (type(body[name]) is not int or body[name] < 1):
+            raise ValueError(f"{name!r} must be a positive integer")
     return body
 
 

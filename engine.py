@@ -1,6 +1,6 @@
 """The embedded inference engine: one process that speaks the routes of vLLM 0.32 which this project uses.
 
-    python engine.py --model DIR --port 8001 [--key-file F] [--max-context 4096] [--max-running 64] [--threads 2]
+    python engine.py --model DIR --port 8001 [--key-file F] [--max-context 4096] [--max-running 64]
 
 It serves any Hugging Face causal language model directory on a CPU or one CUDA device: render (messages -> ids),
 generate (ids -> sampled ids, log-probs at the sampling temperature, weight versions), derender (ids -> message, tool
@@ -826,7 +826,7 @@ def load(model: str, name: str, max_context: int, device: str) -> tuple[Model, A
 
 
 def main(model: str, port: int, host: str = "127.0.0.1", key_file: str = "", served_model_name: str = "", max_context: int = 4096,
-         max_running: int = 64, device: Literal["cpu", "cuda"] = "cpu", threads: int = 2, seed: int = 0, prefix_gib: float = 1.0,
+         max_running: int = 64, device: Literal["cpu", "cuda"] = "cpu", threads: int = 0, seed: int = 0, prefix_gib: float = 1.0,
          die_with_parent: bool = False) -> None:
     """The embedded inference engine: vLLM's routes over a transformers model.
 
@@ -839,7 +839,7 @@ def main(model: str, port: int, host: str = "127.0.0.1", key_file: str = "", ser
         max_context: tokens of prompt and reply together
         max_running: requests in one batch; more wait
         device: cpu computes in float32, cuda in bfloat16
-        threads: CPU threads of the model's arithmetic
+        threads: CPU threads of the arithmetic; 0: one for models under 20M parameters, which more slow down, else all
         seed: seed for the sampling of requests that bring none
         prefix_gib: memory for the KV of finished requests, GiB
         die_with_parent: exit when the process that started this one is gone
@@ -854,7 +854,8 @@ def main(model: str, port: int, host: str = "127.0.0.1", key_file: str = "", ser
     except OSError as error:
         fail(f"--host {host} --port {port} --key-file {key_file or 'none'}: {error}")
     loaded, tokenizer, name = load(model, served_model_name, max_context, device)
-    engine = Engine(loaded, max_running, int(prefix_gib * 2**30), seed, threads)
+    small = sum(p.numel() for p in loaded.model.parameters()) < 20e6
+    engine = Engine(loaded, max_running, int(prefix_gib * 2**30), seed, threads or (1 if small else os.cpu_count() or 1))
     app = create_app(Api(engine, tokenizer, name, max_context), key)
     engine.thread.start()
     print(f"engine: {name} on http://{host}:{listener.getsockname()[1]}", flush=True)

@@ -31,7 +31,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-Record = dict[str, Any]  # a finished rollout: id, group, status, reward, kind; version_min and version_max where known
+# A finished rollout: id, group, status, reward, kind, version_min and version_max of its tokens. Without versions its
+# tokens count as old as its group, which is wrong only after a restart (for a group that the gateway had already).
+Record = dict[str, Any]
 NO_RESULT = ("lost", "abandoned")  # statuses whose reward, if any, says nothing
 
 
@@ -58,13 +60,13 @@ class Group:
 
 
 class Scheduler:
-    """See the module's docstring. `max_staleness` None: twice groups_in_flight / groups_per_step. `max_groups` None:
-    data without end. `dataset` becomes part of the ids, so that two data sets never share a group."""
+    """See the module's docstring. `max_staleness` None: twice groups_in_flight / groups_per_step. `max_groups`: all
+    epochs of the data. `dataset` becomes part of the ids, so that two data sets never share a group."""
 
     def __init__(
         self, *, groups_per_step: int, rollouts_per_group: int, groups_in_flight: int = 0, max_refills: int = 0,
         max_staleness: int | None = None, max_skipped_steps: int = 3, group_timeout: float = math.inf,
-        evaluation_timeout: float = math.inf, max_groups: int | None = None, dataset: str = "train", version: int = 0,
+        evaluation_timeout: float = math.inf, max_groups: float = math.inf, dataset: str = "train", version: int = 0,
     ) -> None:
         self.groups_per_step, self.rollouts_per_group = groups_per_step, rollouts_per_group
         self.groups_in_flight = in_flight = groups_in_flight or groups_per_step
@@ -84,6 +86,7 @@ class Scheduler:
         self.groups: dict[str, Group] = {}  # running and complete, in the order of their start
         self.restarts: list[Group] = []  # to be started before new ones
         self.early: dict[str, list[Record]] = {}  # results of groups that are not started yet, by group id
+        self.abandoned: set[str] = set()  # rollouts with tokens of a branch that a restart left
         self.consumed: list[int] = []  # k of each trained group
         self.counts: Counter[str] = Counter()
         self.skipped = self.skipped_steps = 0  # groups without a signal since the last step; empty steps in a row
@@ -98,9 +101,8 @@ class Scheduler:
         if self.update_start is not None or self.stop_reason():
             return []
         room = max(0, self.groups_in_flight - len(self.groups) - self._unreplaced())
-        end = self.next_k + room if self.max_groups is None else min(self.next_k + room, self.max_groups)
-        fresh = [Group(self._id(k), k, version=self.version) for k in range(self.next_k, end)]
-        return (self.restarts + fresh)[:room]
+        new = range(self.next_k, int(min(self.next_k + room, self.max_groups)))
+        return [*self.restarts, *(Group(self._id(k), k, version=self.version) for k in new)][:room]
 
     def ready_to_update(self, now: float) -> tuple[list[Group], str]:
         """Groups to train now, or none and what is waited for. A step that is smaller than asked for says so."""
@@ -150,8 +152,9 @@ class Scheduler:
     def rollout_finished(self, record: Record, now: float) -> str:
         """Takes the final record of a rollout and says what became of it: kept, lost, dropped, abandoned, late,
         duplicate, early (its group is not started yet: held until then), evaluation."""
-        if (record.get("version_max") or 0) > self.version:
-            record = {**record, "status": "abandoned"}  # noted now, since our own version will reach that number
+        if (record.get("version_max") or 0) > self.version or record["id"] in self.abandoned:
+            self.abandoned.add(record["id"])  # for good, also over restarts: our own version will reach that number
+            record = {**record, "status": "abandoned"}
         outcome = self._outcome(record, now)
         self.counts[f"rollouts_{outcome}"] += 1
         return outcome
@@ -203,13 +206,13 @@ class Scheduler:
         """For a checkpoint, as JSON: data order, consumed groups, and the groups that run first after a restart."""
         unfinished = [[group.k, group.attempt, group.version] for group in (*self.groups.values(), *self.restarts)]
         return {"version": self.version, "next_k": self.next_k, "consumed": list(self.consumed),
-                "unfinished": unfinished, "counts": dict(self.counts)}
+                "unfinished": unfinished, "abandoned": sorted(self.abandoned), "counts": dict(self.counts)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """To be called before any event. Unfinished groups start first, under their old ids: the gateway answers with
         the rollouts that it already has."""
         self.version, self.next_k, self.consumed = state["version"], state["next_k"], list(state["consumed"])
-        self.counts = Counter(state["counts"])
+        self.counts, self.abandoned = Counter(state["counts"]), set(state["abandoned"])
         self.restarts = [Group(self._id(k, again), k, again, version) for k, again, version in state["unfinished"]]
 
     # Inside
@@ -230,7 +233,7 @@ class Scheduler:
         return max(0, self.skipped - self.max_refills)
 
     def _more_data(self) -> bool:
-        return bool(self.restarts) or self.max_groups is None or self.next_k < self.max_groups
+        return bool(self.restarts) or self.next_k < self.max_groups
 
     def _end_overdue(self, now: float) -> None:
         for group in self._in_state("running"):

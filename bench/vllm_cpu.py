@@ -122,7 +122,8 @@ class EngineProcess:
 
 def start_ours(model: Path, log: Path, *flags: str, name: str = "tiny", key: str = "") -> EngineProcess:
     port = free_port()
-    argv = [sys.executable, str(ROOT / "engine.py"), "--model", str(model), "--port", str(port), "--served-model-name", name, *flags]
+    argv = [sys.executable, str(ROOT / "engine.py"), "--model", str(model), "--port", str(port), "--served-model-name", name,
+            "--die-with-parent", *flags]
     return EngineProcess(argv, port, log, key=key)
 
 

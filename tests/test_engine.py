@@ -14,7 +14,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -229,12 +228,12 @@ def test_stops(engine: Client) -> None:
 
 def test_end_of_turn_stops(engine: Client) -> None:
     prompt = prompt_of(30, seed=3)
-    for seed in range(60):  # a random model ends its turn now and then
-        choice = engine.generate(prompt, max_tokens=300, temperature=2.0, seed=seed)
-        if choice["finish_reason"] == "stop":
-            assert choice["token_ids"][-1] == 2 and 2 not in choice["token_ids"][:-1] and choice["stop_reason"] is None
-            return
-    pytest.fail("no turn ended")
+    with ThreadPoolExecutor(16) as pool:  # a random model ends its turn now and then
+        choices = list(pool.map(lambda seed: engine.generate(prompt, max_tokens=150, temperature=2.0, seed=seed), range(48)))
+    ended = [choice for choice in choices if choice["finish_reason"] == "stop"]
+    assert ended
+    for choice in ended:
+        assert choice["token_ids"][-1] == 2 and 2 not in choice["token_ids"][:-1] and choice["stop_reason"] is None
 
 
 def test_seed_and_stream(engine: Client) -> None:
@@ -304,11 +303,9 @@ def test_pause_keep_and_version_spans(engine: Client) -> None:
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(engine.generate, prompt, max_tokens=1500, temperature=1.0, ignore_eos=True)
         time.sleep(0.8)
-        t=time.time(); engine.post("/pause", mode="keep")
-        print("PAUSE", time.time()-t)
+        engine.post("/pause", mode="keep")
         engine.post("/update_weight_version", {"new_version": "8"})
         time.sleep(0.3)
-        if running.done(): print(running.result()["finish_reason"], len(running.result()["token_ids"]), running.result()["weight_versions"])
         assert not running.done()
         engine.post("/resume")
         choice = running.result(60)
@@ -362,3 +359,388 @@ def test_derender(engine: Client) -> None:
     engine.post(f"{CHAT}/derender", empty, 400)
     del empty["chat_request"]
     engine.post(f"{CHAT}/derender", empty, 400)
+
+
+# ---- what only ours promises
+
+
+def test_every_route_asks_for_the_key(ours: Client) -> None:
+    routes = [("POST", p) for p in (GENERATE, f"{CHAT}/render", f"{CHAT}/derender", "/pause", "/resume", "/sleep", "/wake_up",
+                                    "/reset_prefix_cache", "/collective_rpc", "/update_weight_version")]
+    routes += [("GET", p) for p in ("/health", "/v1/models", "/is_paused", "/is_sleeping", "/load")]
+    for method, path in routes:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"x-api-key": ""}):
+            reply = httpx.request(method, ours.process.url + path, headers=headers, trust_env=False)
+            assert reply.status_code == 401 and reply.json()["error"]["code"] == 401, path
+    assert httpx.get(ours.process.url + "/health", headers={"x-api-key": KEY}, trust_env=False).status_code == 200
+
+
+@pytest.mark.parametrize("path,body,says", [
+    (GENERATE, {"token_ids": [5], "sampling_params": {"stop": ["x"]}}, "stop"),
+    (GENERATE, {"token_ids": [5], "sampling_params": {"n": 2}}, "n=2"),
+    (GENERATE, {"token_ids": [5], "sampling_params": {"presence_penalty": 0.5}}, "presence_penalty"),
+    (GENERATE, {"token_ids": [5], "sampling_params": {"max_tokens": 0}}, "max_tokens"),
+    (GENERATE, {"token_ids": [5], "sampling_params": {"max_tokens": 1.5}}, "max_tokens"),
+    (GENERATE, {"token_ids": [5], "sampling_params": {"top_p": True}}, "top_p"),
+    (GENERATE, {"token_ids": [5, 1024]}, "token_ids"), (GENERATE, {"token_ids": []}, "token_ids"),
+    (GENERATE, {"token_ids": ["a"]}, "token_ids"), (GENERATE, [], "malformed"), (GENERATE, {"token_ids": [5], "sampling_params": 3}, ""),
+    (f"{CHAT}/render", {"messages": "hi"}, "malformed"), (f"{CHAT}/render", {}, "messages"),
+    (f"{CHAT}/render", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
+    (f"{CHAT}/derender", {}, "generate_response"), ("/pause?mode=never", {}, "mode"), ("/sleep?level=9", {}, "level"),
+    ("/wake_up?tags=what", {}, "tags"), ("/collective_rpc", {"method": "rm"}, "reload_weights"),
+    ("/update_weight_version", {"new_version": 3}, "new_version")], ids=str)
+def test_bad_requests_are_named_400s(ours: Client, path: str, body: object, says: str) -> None:
+    reply = ours.http.post(path, json=body)
+    assert reply.status_code == 400 and says in reply.json()["error"]["message"], reply.text
+    assert ours.http.get("/is_paused").json() == {"is_paused": False}
+
+
+def test_surrogates_and_thinking_survive(ours: Client) -> None:
+    message = ours.derender('<tool_call>{"name": "search", "arguments": {"query": "\\ud800 \\u2028"}}</tool_call>')["message"]
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"query": "\ud800 \u2028"}
+    assert ours.derender("<think>a</think>b")["message"]["content"] == "<think>a</think>b"  # its template knows no thinking
+
+
+def test_a_thousand_queued_and_pause_answers(ours: Client) -> None:
+    """FIELD-CASES 24: control calls do not starve behind generations."""
+    async def run() -> tuple[float, float, list[str]]:
+        headers = {"Authorization": f"Bearer {KEY}"}
+        async with aiohttp.ClientSession(ours.process.url, connector=aiohttp.TCPConnector(limit=0), headers=headers) as session:
+            async def one(i: int) -> str:
+                body = {"token_ids": prompt_of(200, seed=i), "sampling_params": {"max_tokens": 2000, "ignore_eos": True}}
+                async with session.post(GENERATE, json=body) as reply:
+                    return (await reply.json())["choices"][0]["finish_reason"]
+
+            tasks = [asyncio.create_task(one(i)) for i in range(1000)]
+            while (await (await session.get("/load")).json())["server_load"] < 1000:
+                await asyncio.sleep(0.1)
+            started = time.monotonic()
+            async with session.get("/load"):
+                state = time.monotonic() - started
+            async with session.post("/pause?mode=abort"):
+                pause = time.monotonic() - started
+            return state, pause, await asyncio.gather(*tasks)
+
+    state, pause, reasons = asyncio.run(run())
+    ours.post("/resume")
+    assert set(reasons) == {"abort"} and max(state, pause) < 1.0, (state, pause)
+
+
+def test_a_client_that_leaves_frees_its_place(ours: Client) -> None:
+    for stream in (False, True):
+        body = json.dumps({"token_ids": prompt_of(30), "stream": stream, "sampling_params": {"max_tokens": 4000, "ignore_eos": True}})
+        with socket.create_connection(("127.0.0.1", int(ours.process.url.rsplit(":", 1)[1]))) as raw:
+            raw.sendall(f"POST {GENERATE} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
+                        f"Content-Length: {len(body)}\r\n\r\n{body}".encode())
+            until(lambda: ours.http.get("/load").json()["server_load"] == 1)
+        until(lambda: ours.http.get("/load").json()["server_load"] == 0, 2)
+
+
+def until(ready: object, seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.02)
+
+
+def test_a_group_computes_its_prompt_once(ours: Client) -> None:
+    ours.post("/reset_prefix_cache")
+    before, prompt = ours.http.get("/load").json(), prompt_of(330, seed=9)
+    with ThreadPoolExecutor(8) as pool:
+        choices = list(pool.map(lambda _: ours.generate(prompt, max_tokens=10, ignore_eos=True), range(8)))
+    after = ours.http.get("/load").json()
+    assert after["prompt_tokens"] - before["prompt_tokens"] == 8 * 330
+    assert after["reused_tokens"] - before["reused_tokens"] == 7 * 320  # whole blocks of 16
+    assert max(ours.gap(prompt, choice) for choice in choices) < 1e-4
+
+
+def test_a_seeded_generation_goes_on_after_an_abort_as_if_there_had_been_none(ours: Client) -> None:
+    prompt, params = prompt_of(40), {"temperature": 1.2, "seed": 5, "ignore_eos": True}
+    whole = ours.generate(prompt, max_tokens=60, **params)["token_ids"]
+    part = ours.generate(prompt, max_tokens=23, **params)["token_ids"]
+    assert part + ours.generate(prompt + part, max_tokens=37, **params)["token_ids"] == whole
+
+
+def test_kept_generation_is_right_under_new_weights(ours: Client, tiny: Path, other: Path) -> None:
+    """Paused with mode=keep, weights replaced, resumed: what follows is sampled from the new weights, prompt included."""
+    prompt = prompt_of(40)
+    ours.post("/update_weight_version", {"new_version": "1"})
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(ours.generate, prompt, max_tokens=1200, ignore_eos=True)
+        time.sleep(0.5)
+        ours.post("/pause", mode="keep")
+        old, _ = ours.reference, ours.update(other, "2")
+        ours.post("/resume")
+        choice = running.result(60)
+    first, second = choice["weight_versions"]
+    entries = [e["logprob"] for e in choice["logprobs"]["content"]]
+    cut = first["end"]
+    assert gap(old, prompt, choice["token_ids"][:cut], entries[:cut]) < 1e-4
+    assert gap(ours.reference, prompt + choice["token_ids"][:cut], choice["token_ids"][cut:], entries[cut:]) < 1e-4
+    ours.update(tiny, "default")
+
+
+def test_refused_weights_change_nothing(ours: Client, tiny: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    def reload(weights: dict[str, torch.Tensor] | None) -> str:
+        if weights is not None:
+            save_file(weights, tmp_path / "model.safetensors")
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path)}}
+        return ours.post("/collective_rpc", body, 400)["error"]["message"]
+
+    good = load_file(tiny / "model.safetensors")
+    assert "no *.safetensors" in reload(None)
+    assert "norm.weight" in reload({n: t * 0 for n, t in good.items() if n != "model.norm.weight"})
+    assert "of another shape" in reload({n: t[:1].clone() if n == "model.norm.weight" else t * 0 for n, t in good.items()})
+    assert "unknown" in reload({n: t * 0 for n, t in good.items()} | {"extra": torch.ones(1)})
+    (tmp_path / "model.safetensors").write_bytes(b"garbage")
+    assert "safetensors" in reload(None)
+    assert ours.gap(prompt_of(30), ours.generate(prompt_of(30), max_tokens=5)) < 1e-4
+
+
+def resident(pid: int) -> float:
+    """MB of anonymous memory."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.split("RssAnon:")[1].split()[0]) / 1024
+
+
+def test_sleep_frees_weights_and_kv(tmp_path: Path) -> None:
+    """Level 2 in the trainer's order: sleep, wake weights, push, wake KV."""
+    model = make_tiny_model(tmp_path / "model", vocab_size=65536, hidden_size=512)  # 145 MB
+    with start_ours(model, tmp_path / "log", "--max-running", "16") as process:
+        client = Client(process, model, "ours")
+        prompts = [prompt_of(1500, seed=i) for i in range(8)]
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda p: client.generate(p, max_tokens=3), prompts))
+        awake = resident(process.process.pid)
+        client.post("/pause", mode="abort")
+        client.post("/sleep", level=2)
+        assert awake - resident(process.process.pid) > 170  # weights, and KV: 8 rows in slots and as prefixes
+        client.post("/resume", status=409)
+        client.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(model)}}, 409)
+        client.post("/wake_up", tags="weights")
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(client.generate, prompts[0], max_tokens=5)
+            time.sleep(0.3)
+            client.update(model, "4")
+            assert not waiting.done()
+            client.post("/wake_up", tags="kv_cache")
+            choice = waiting.result(20)
+        assert client.gap(prompts[0], choice) < 1e-4 and choice["weight_versions"][0]["version"] == "4"
+        client.post("/sleep", level=2)
+        client.post("/wake_up")
+        assert "reload_weights" in client.generate(prompts[0], 503)["error"]["message"]
+
+
+def run_engine(*flags: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, str(ROOT / "engine.py"), *flags], capture_output=True, text=True, timeout=120)
+
+
+def test_starting_wrongly_is_one_clear_line(tiny: Path, tmp_path: Path) -> None:
+    bare = make_tiny_model(tmp_path / "bare", template="")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        cases = [(("--model", str(tmp_path / "no"), "--port", "0"), "no: not a model directory"),
+                 (("--model", str(bare), "--port", "0"), "no chat template"),
+                 (("--model", str(tiny), "--port", port), "Address already in use"),
+                 (("--model", str(tiny), "--port", "0", "--key-file", str(tmp_path / "no-key")), "no-key"),
+                 (("--model", str(tiny), "--port", "0", "--max-context", "9999999"), "--max-context")]
+        with ThreadPoolExecutor(2) as pool:
+            for (flags, says), done in zip(cases, pool.map(lambda case: run_engine(*case[0]), cases), strict=True):
+                lines = [line for line in done.stderr.splitlines() if line.startswith("engine: ")]
+                assert done.returncode == 2 and len(lines) == 1 and says in lines[0], (flags, done.stderr)
+                assert "Traceback" not in done.stderr
+    assert run_engine("--model", str(tiny), "--prot", "1").returncode == 2
+
+
+def test_dies_with_its_parent_and_on_sigterm(tiny: Path, tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "engine.py"), "--model", str(tiny), "--port", "0", "--die-with-parent"]
+    code = f"import subprocess, sys, time; print(subprocess.Popen({command!r}).pid, flush=True); time.sleep(600)"
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    child = int(parent.stdout.readline())
+    assert "engine: " in parent.stdout.readline()
+    parent.kill()
+    parent.wait()
+    until(lambda: not Path(f"/proc/{child}").exists() or "\nState:\tZ" in Path(f"/proc/{child}/status").read_text(), 5)
+    with start_ours(tiny, tmp_path / "log") as process, ThreadPoolExecutor(1) as pool:
+        client = Client(process, tiny, "ours")
+        client.post("/pause", mode="keep")
+        hanging = pool.submit(httpx.post, process.url + GENERATE, json={"token_ids": [5]}, timeout=30, trust_env=False)
+        until(lambda: client.http.get("/load").json()["server_load"] == 1)
+        process.process.send_signal(signal.SIGTERM)
+        process.process.wait(5)
+        assert hanging.exception(5) is not None or hanging.result().status_code >= 500
+
+
+# ---- other architectures, in this process
+
+
+def drive(model: engine_module.Model, requests: list[engine_module.Request], **settings: int) -> engine_module.Engine:
+    """All requests through the steps of an engine, without its thread."""
+    engine = engine_module.Engine(model, **settings)
+    engine.waiting = list(requests)
+    while engine.running or engine.waiting:
+        engine.step()
+    return engine
+
+
+def request_of(prompt: list[int], tokens: int, temperature: float = 1.0, **fields: object) -> engine_module.Request:
+    values = {"top_p": 1.0, "top_k": 0, "seed": None, "stop": frozenset()} | fields
+    return engine_module.Request("r", list(prompt), len(prompt), len(prompt) + tokens, temperature, **values)
+
+
+SMALL = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+          "layer_types": ["linear_attention", "full_attention"] * 2}
+
+
+@pytest.mark.parametrize("kind,packs,config", [
+    ("llama", True, {}), ("qwen2", True, {}), ("qwen3", True, {"tie_word_embeddings": True}),
+    ("mistral", True, {"sliding_window": 24}), ("gemma3_text", True, {"sliding_window": 24, "query_pre_attn_scalar": 16}),
+    ("gpt2", True, {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}), ("gemma2", False, {"attn_logit_softcapping": 0.5}),
+    ("qwen3_5_text", False, LINEAR)], ids=lambda value: value if isinstance(value, str) else "")
+def test_any_architecture(kind: str, packs: bool, config: dict, tmp_path: Path) -> None:
+    """Those with plain attention run packed, the others one by one: the log-probs are right either way."""
+    from transformers import AutoConfig
+
+    torch.manual_seed(0)
+    reference = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(SMALL | config))).eval()
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(3)
+    reference.save_pretrained(tmp_path)
+    model = engine_module.Model(str(tmp_path), "cpu")
+    assert model.packs == packs
+    shared = [i % 300 for i in prompt_of(40)]
+    requests = [request_of(shared[:20 + 4 * i] + [i] * i, 5 + 7 * i, 0.5 + i / 4) for i in range(6)]
+    engine = drive(model, requests, max_running=4)
+    engine.prefill_budget = 16  # and again in small pieces, over kept prefixes
+    again = [request_of(r.ids, 10, r.temperature) for r in requests]
+    engine.waiting = list(again)
+    while engine.running or engine.waiting:
+        engine.step()
+    for r in requests + again:
+        assert r.finish == "length"
+        assert gap(reference, r.ids[:r.prompt], r.ids[r.prompt:], r.logprobs, r.temperature) < 1e-4
+
+
+def test_prefix_memory_is_bounded(tiny: Path) -> None:
+    model = engine_module.Model(str(tiny), "cpu")
+    one = 2048 * 64  # bytes of KV of 64 tokens
+    engine = drive(model, [request_of(prompt_of(60, seed=i), 4) for i in range(50)], prefix_bytes=10 * one)
+    assert sum(r.saved.nbytes for r in engine.stored) <= 10 * one and len(engine.stored) >= 9
+    assert set(engine.blocks.values()) <= set(engine.stored) and all(r.saved is not None for r in engine.stored)
+
+
+def test_a_failed_step_fails_its_requests_and_not_the_engine(tiny: Path) -> None:
+    model = engine_module.Model(str(tiny), "cpu")
+    bad = request_of(prompt_of(20), 4)
+    with torch.no_grad():
+        keep = model.model.lm_head.weight.clone()
+        model.model.lm_head.weight.fill_(float("nan"))
+        engine = drive(model, [bad])
+        model.model.lm_head.weight.copy_(keep)
+    assert bad.finish == "error" and "NaN" in bad.error and not bad.logprobs
+    engine.loop = type("Loop", (), {"call_soon_threadsafe": staticmethod(lambda call: None)})()
+    broken, fine = request_of([10**9] * 20, 4), request_of(prompt_of(20), 4)  # an id outside the embedding
+    engine.thread.start()
+    for request in (broken, fine):
+        engine.inbox.put(request)
+        until(lambda r=request: r.finish)
+    assert broken.finish == "error" and fine.finish == "length"
+
+
+# ---- sampling
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.floats(0.05, 2.0), st.floats(0.01, 1.0), st.integers(0, 12)), min_size=1, max_size=5), st.integers(0, 10**6))
+def test_sampling_equals_the_slow_way(rows: list[tuple[float, float, int]], seed: int) -> None:
+    logits = torch.randn(len(rows), 12, generator=torch.Generator().manual_seed(seed)) * 3
+    requests = [request_of([1], 1, t, top_p=p, top_k=k) for t, p, k in rows]
+    ids, logprobs = engine_module.sample(logits, requests, random.Random(seed))
+    for row, token, logprob, (t, p, k) in zip(logits, ids, logprobs, rows, strict=True):
+        wanted = slow_restrict(row / t, p, k).log_softmax(-1)[token].item()
+        assert wanted > -float("inf") and abs(wanted - logprob) < 1e-4
+
+
+def test_sampling_has_the_right_frequencies() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -30.0]])
+    count = 40_000
+    for temperature, p, k in ((0.7, 1.0, 0), (1.5, 0.9, 0), (1.0, 1.0, 2)):
+        ids, _ = engine_module.sample(logits.expand(count, -1), [request_of([1], 1, temperature, top_p=p, top_k=k)] * count, random.Random(1))
+        wanted = slow_restrict(logits[0] / temperature, p, k).softmax(-1)
+        seen = torch.bincount(torch.tensor(ids), minlength=5) / count
+        assert (seen - wanted).abs().max() < 5 * (0.25 / count) ** 0.5
+        assert not seen[wanted == 0].any()
+
+
+# ---- parsers
+
+JSONS = st.recursive(st.none() | st.booleans() | st.integers(-2**60, 2**60) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+                     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3), max_leaves=8)
+NAMES = st.text(st.characters(categories=("L", "N")), min_size=1)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(NAMES, st.dictionaries(st.text(), JSONS, max_size=4)), min_size=1, max_size=3), st.booleans(), st.booleans())
+def test_hermes_round_trip(calls: list[tuple[str, dict]], escape: bool, closed: bool) -> None:
+    """Any arguments, the tags themselves among them; the last closing tag may be missing."""
+    text = "So:\n" + "\n".join(
+        f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=escape)}\n</tool_call>" for name, arguments in calls)
+    message = engine_module.parse_reply(text if closed else text.removesuffix("</tool_call>"), TOOLS, False, False)
+    assert message["content"] == "So:\n"
+    assert [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in message["tool_calls"]] == calls
+    assert json.loads(json.dumps(message).encode()) and len({c["id"] for c in message["tool_calls"]}) == len(calls)
+
+
+PLAIN = st.text().filter(lambda text: "</parameter>" not in text and "\r" not in text)
+
+
+@settings(max_examples=200, deadline=None)
+@given(NAMES, st.dictionaries(NAMES, PLAIN | JSONS.filter(lambda value: not isinstance(value, str)), max_size=4))
+def test_xml_round_trip(name: str, arguments: dict) -> None:
+    """Values typed by the tool's schema; text needs no escaping."""
+    kinds = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", type(None): "null"}
+    schema = {key: {"type": kinds[type(value)]} for key, value in arguments.items()}
+    tools = [{"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": schema}}}]
+    parts = "".join(f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value)}\n</parameter>\n"
+                    for key, value in arguments.items())
+    message = engine_module.parse_reply(f"<tool_call>\n<function={name}>\n{parts}</function>\n</tool_call>", tools, False, False)
+    assert message["content"] is None
+    (call,) = message["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == (name, arguments)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(["<tool_call>", "</tool_call>", '{"name": "f", ', '"arguments": {}}', "<function=f>", "<parameter=a>", "x",
+                                   "</parameter>", "</function>", "\n", "{", "}", '"', "<think>", "</think>", "NaN"]), max_size=12).map("".join),
+       st.booleans(), st.booleans())
+def test_any_text_becomes_a_message_and_broken_calls_stay_text(text: str, thinks: bool, opened: bool) -> None:
+    message = engine_module.parse_reply(text, TOOLS, thinks, opened)
+    for call in message["tool_calls"]:
+        assert isinstance(json.loads(call["function"]["arguments"]), dict)
+    if not message["tool_calls"] and not thinks:
+        assert message["content"] == text
+
+
+@pytest.mark.parametrize("text", ['<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', "<tool_call>" + "[" * 100_000,
+                                  '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>', '<tool_call>{"arguments": {}}</tool_call>',
+                                  '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', "<tool_call>",
+                                  "<tool_call><function=f><parameter=a>1</function></tool_call>", "<tool_call><function=f>"])
+def test_broken_calls_stay_in_the_content(text: str) -> None:
+    message = engine_module.parse_reply(text, TOOLS, False, False)
+    assert message["content"] == text and message["tool_calls"] == []
+
+
+@pytest.mark.parametrize("text,opened,reasoning,content", [
+    ("<think>\nhm\n</think>\n\nyes", False, "\nhm\n", "\n\nyes"), ("hm</think>yes", True, "hm", "yes"), ("hm", True, "hm", ""),
+    ("<think>hm", False, "hm", ""), ("yes", False, None, "yes")])
+def test_reasoning(text: str, opened: bool, reasoning: str | None, content: str) -> None:
+    message = engine_module.parse_reply(text, [], True, opened)
+    assert (message["reasoning"], message["content"]) == (reasoning, content)

@@ -1,0 +1,522 @@
+"""The scheduler: each rule by hand, the field cases, and random runs with failures, time-outs and restarts."""
+
+import heapq
+import json
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler import Group, Record, Scheduler, task_order
+
+
+def make(**settings_: Any) -> Scheduler:
+    return Scheduler(**{"groups_per_step": 2, "rollouts_per_group": 2, **settings_})
+
+
+def start(scheduler: Scheduler, now: float = 0.0) -> list[Group]:
+    groups = scheduler.to_start()
+    for group in groups:
+        scheduler.group_started(group, now)
+    return groups
+
+
+def record(group: str, index: int, reward: float | None, status: str = "succeeded", **more: Any) -> Record:
+    return {"id": f"{group}.{index}", "group": group, "status": status, "reward": reward, "kind": "train", **more}
+
+
+def finish(scheduler: Scheduler, group: Group, *rewards: float | None, now: float = 1.0, **more: Any) -> list[str]:
+    return [scheduler.rollout_finished(record(group.id, i, reward, **more), now) for i, reward in enumerate(rewards)]
+
+
+def update(scheduler: Scheduler, now: float = 2.0, seconds: float = 0.0) -> list[Group]:
+    groups, why = scheduler.ready_to_update(now)
+    assert groups, why
+    scheduler.update_started(groups, now)
+    scheduler.update_finished(now + seconds, scheduler.version + 1)
+    return groups
+
+
+def names(groups: list[Group]) -> list[int]:
+    return [group.k for group in groups]
+
+
+# Starting and updating
+
+
+def test_synchronous_is_the_same_code_with_as_many_in_flight_as_in_a_step() -> None:
+    scheduler = make()
+    for version in range(3):
+        groups = start(scheduler, now=version)
+        assert names(groups) == [2 * version, 2 * version + 1] and not scheduler.to_start()
+        finish(scheduler, groups[0], 1.0, 0.0)
+        assert not scheduler.to_start()  # a finished group keeps its place until it is trained: nothing off-policy
+        assert scheduler.ready_to_update(1) == ([], "1 of 2 groups are complete")
+        finish(scheduler, groups[1], 1.0, 0.0)
+        assert scheduler.ready_to_update(1) == (groups, "")
+        assert update(scheduler) == groups and [scheduler.staleness(group) for group in groups] == [1, 1]  # after it
+    assert scheduler.consumed == [0, 1, 2, 3, 4, 5] and scheduler.version == 3
+
+
+def test_nothing_starts_or_updates_during_an_update() -> None:
+    scheduler = make(groups_in_flight=4)
+    for group in start(scheduler):
+        finish(scheduler, group, 1.0, 0.0)
+    scheduler.update_started(scheduler.ready_to_update(1)[0], 1)
+    assert scheduler.to_start() == [] and scheduler.ready_to_update(1) == ([], "an update is running")
+    scheduler.update_finished(2, 1)
+    assert names(scheduler.to_start()) == [4, 5]
+
+
+def test_the_group_that_started_first_is_trained_first_and_the_rest_carry_over() -> None:
+    scheduler = make(groups_in_flight=5)
+    groups = start(scheduler)
+    for number in (4, 2, 3):
+        finish(scheduler, groups[number], 1.0, 0.0)
+    assert names(update(scheduler)) == [2, 3]
+    assert scheduler.groups.keys() == {groups[0].id, groups[1].id, groups[4].id}
+    finish(scheduler, groups[0], 1.0, 0.0)
+    assert names(update(scheduler)) == [0, 4]
+
+
+def test_surplus_groups_are_kept_and_late_results_ignored() -> None:  # 26
+    scheduler = make(groups_in_flight=5, group_timeout=10)
+    groups = start(scheduler)
+    for group in groups:
+        finish(scheduler, group, 1.0, 0.0)
+    trained = update(scheduler)
+    assert len([g for g in scheduler.groups.values() if g.state == "complete"]) == 3
+    assert finish(scheduler, trained[0], 0.5) == ["late"] and finish(scheduler, groups[4], 0.5) == ["duplicate"]
+    assert [r["reward"] for r in groups[4].kept] == [1.0, 0.0]
+    assert scheduler.counts["rollouts_late"] == scheduler.counts["rollouts_duplicate"] == 1
+    assert names(update(scheduler)) == [2, 3]
+
+
+def test_a_result_that_comes_before_its_group_was_started_is_not_lost() -> None:
+    scheduler = make(groups_per_step=1)
+    (group,) = scheduler.to_start()
+    assert finish(scheduler, group, 1.0, 0.0) == ["early", "early"]
+    scheduler.group_started(group, 0)
+    assert scheduler.ready_to_update(0)[0] == [group] and scheduler.counts["rollouts_kept"] == 2
+
+
+# Groups without a signal
+
+
+def test_lost_and_dropped_rollouts_shrink_the_group() -> None:  # 19
+    scheduler = make(groups_per_step=1, rollouts_per_group=4, max_refills=5)
+    (group,) = start(scheduler)
+    outcomes = finish(scheduler, group, 1.0, 0.0)
+    outcomes += [scheduler.rollout_finished(record(group.id, 2, None, "lost"), 1),
+                 scheduler.rollout_finished(record(group.id, 3, None, "failed"), 1)]
+    assert outcomes == ["kept", "kept", "lost", "dropped"]
+    assert [r["reward"] for r in update(scheduler)[0].kept] == [1.0, 0.0]
+    (group,) = start(scheduler)
+    finish(scheduler, group, None, None, None, 1.0)  # a group of one
+    assert scheduler.counts["groups_skipped_few"] == 1 and group.state == "skipped" and scheduler.groups == {}
+    (group,) = start(scheduler)
+    finish(scheduler, group, 0.7, 0.7, 0.7, 0.7)
+    assert scheduler.counts["groups_skipped_equal"] == 1
+
+
+def test_a_failed_rollout_with_reward_zero_counts_and_a_lost_one_never() -> None:
+    scheduler = make(groups_per_step=1, max_refills=1)
+    (group,) = start(scheduler)
+    scheduler.rollout_finished(record(group.id, 0, 0.0, "failed"), 1)
+    scheduler.rollout_finished(record(group.id, 1, 1.0), 1)
+    assert len(update(scheduler)[0].kept) == 2
+    (group,) = start(scheduler)
+    scheduler.rollout_finished(record(group.id, 0, 0.0, "lost"), 1)
+    scheduler.rollout_finished(record(group.id, 1, float("nan")), 1)
+    assert scheduler.counts["rollouts_lost"] == scheduler.counts["rollouts_dropped"] == 1
+
+
+def test_skipped_groups_are_refilled_up_to_the_limit_then_the_step_is_smaller_and_says_so() -> None:
+    scheduler = make(groups_per_step=3, max_refills=1)
+    a, b, c = start(scheduler)
+    finish(scheduler, a, 1.0, 1.0)
+    (d,) = start(scheduler)  # the refill
+    finish(scheduler, b, 1.0, 1.0)
+    assert start(scheduler) == []  # the limit
+    finish(scheduler, d, 1.0, 0.0)
+    assert scheduler.ready_to_update(1)[0] == []
+    finish(scheduler, c, 1.0, 0.0)
+    assert scheduler.ready_to_update(1) == ([c, d], "smaller step: 2 of 3 groups, 2 were skipped")
+    update(scheduler)
+    assert len(start(scheduler)) == 3  # the next step is whole again
+    assert scheduler.counts["groups_skipped_equal"] == 2
+
+
+def test_every_group_filtered_stops_with_the_reason() -> None:  # 23
+    scheduler = make(max_refills=1, max_skipped_steps=3)
+    for _ in range(20):
+        for group in start(scheduler):
+            finish(scheduler, group, 1.0, 1.0)
+        groups, why = scheduler.ready_to_update(1)
+        assert not groups
+        if scheduler.stop_reason():
+            break
+    assert "all groups were skipped for 3 steps in a row: {'groups_skipped_equal': 9" in scheduler.stop_reason()
+    assert scheduler.to_start() == [] and scheduler.counts["steps_skipped"] == 3
+
+
+def test_a_step_with_a_signal_resets_the_count_of_empty_steps() -> None:
+    scheduler = make(groups_per_step=1, max_skipped_steps=2)
+    for round_ in range(6):
+        (group,) = start(scheduler)
+        if round_ % 2:
+            finish(scheduler, group, 1.0, 0.0)
+            update(scheduler)
+        else:
+            finish(scheduler, group, 1.0, 1.0)
+            assert "were skipped, for the 1. time" in scheduler.ready_to_update(1)[1]
+    assert scheduler.stop_reason() == ""
+
+
+def test_the_data_end_with_a_smaller_step_and_a_named_stop() -> None:
+    scheduler = make(max_groups=3)
+    for group in start(scheduler):
+        finish(scheduler, group, 1.0, 0.0)
+    update(scheduler)
+    (last,) = start(scheduler)
+    assert scheduler.ready_to_update(1) == ([], "0 of 1 groups are complete")
+    finish(scheduler, last, 1.0, 0.0)
+    assert scheduler.ready_to_update(1)[1].startswith("smaller step: 1 of 2")
+    update(scheduler)
+    assert scheduler.to_start() == [] and scheduler.stop_reason() == "data exhausted: all 3 groups are finished"
+    assert scheduler.ready_to_update(1) == ([], scheduler.stop_reason())
+
+
+# Staleness
+
+
+def test_an_update_waits_for_a_running_group_that_it_would_push_over_the_bound() -> None:
+    scheduler = make(groups_per_step=1, groups_in_flight=2, max_staleness=2)
+    slow = start(scheduler)[0]
+    for version in range(2):
+        finish(scheduler, [*scheduler.groups.values()][1], 1.0, 0.0)
+        assert update(scheduler)[0] is not slow
+        start(scheduler)
+    finish(scheduler, [*scheduler.groups.values()][1], 1.0, 0.0)
+    assert scheduler.version == 2
+    assert scheduler.ready_to_update(1) == ([], f"group {slow.id} of version 0 would get older than max_staleness")
+    finish(scheduler, slow, 1.0, 0.0)
+    assert scheduler.staleness(slow) == 2 and update(scheduler) == [slow]
+
+
+def test_looking_ahead_keeps_two_slow_groups_from_coming_due_at_once() -> None:
+    scheduler = make(groups_per_step=1, groups_in_flight=3, max_staleness=2)
+    slow = start(scheduler)[:2]
+    finish(scheduler, [*scheduler.groups.values()][2], 1.0, 0.0)
+    update(scheduler)  # at version 0; the two slow ones fit into the updates of versions 1 and 2
+    start(scheduler)
+    finish(scheduler, [*scheduler.groups.values()][2], 1.0, 0.0)
+    assert slow[0].id in scheduler.ready_to_update(1)[1]  # at version 1 one of the two has to go
+    finish(scheduler, slow[1], 1.0, 0.0)
+    assert update(scheduler) == [slow[1]]
+    start(scheduler)
+    finish(scheduler, slow[0], 1.0, 0.0)
+    assert update(scheduler) == [slow[0]] and scheduler.counts["rollouts_stale"] == 0
+
+
+def test_a_group_sampled_at_3_and_consumed_for_7_under_limit_2_is_dropped_and_counted() -> None:  # 25
+    scheduler = make(groups_per_step=1, max_staleness=2, version=3)
+    (group,) = start(scheduler)
+    scheduler.version = 7
+    finish(scheduler, group, 1.0, 0.0, version_min=3, version_max=3)
+    assert scheduler.ready_to_update(1)[0] == [] and group.state == "dropped"
+    assert scheduler.counts["groups_stale"] == 1 and scheduler.counts["rollouts_stale"] == 2
+    assert scheduler.skipped == 0 and len(scheduler.to_start()) == 1  # not a group without a signal: another one starts
+
+
+def test_only_the_stale_rollouts_of_a_group_are_dropped() -> None:
+    scheduler = make(groups_per_step=1, rollouts_per_group=3, max_staleness=2, version=5)
+    (group,) = start(scheduler)
+    for index, oldest in enumerate((2, 3, 5)):
+        scheduler.rollout_finished(record(group.id, index, float(index), version_min=oldest, version_max=5), 1)
+    assert scheduler.staleness(group) == 2
+    assert [r["reward"] for r in update(scheduler)[0].kept] == [1.0, 2.0] and scheduler.counts["rollouts_stale"] == 1
+
+
+def test_a_carried_over_group_that_gets_too_old_is_dropped_at_the_update() -> None:
+    scheduler = make(groups_per_step=1, groups_in_flight=2, max_staleness=1, version=4)
+    groups = start(scheduler)
+    finish(scheduler, groups[0], 1.0, 0.0)
+    finish(scheduler, groups[1], 1.0, 0.0, version_min=3)  # as after a restart
+    update(scheduler)
+    assert groups[1].state == "dropped" and scheduler.counts["groups_stale"] == 1
+
+
+@pytest.mark.parametrize("base", [0, 100])
+def test_the_bound_after_a_resume_is_that_of_a_fresh_run(base: int) -> None:  # 25
+    scheduler = make(groups_per_step=1, groups_in_flight=2, max_staleness=2)
+    scheduler.load_state_dict({"version": base, "next_k": base, "consumed": [], "unfinished": [], "abandoned": [], "counts": {}})
+    slow = start(scheduler)[0]
+    for version in range(3):
+        finish(scheduler, [*scheduler.groups.values()][1], 1.0, 0.0)
+        waits = not scheduler.ready_to_update(1)[0]
+        assert waits == (version == 2)
+        if not waits:
+            update(scheduler)
+            start(scheduler)
+    assert scheduler.groups[slow.id].version == base
+
+
+def test_the_default_bound_and_impossible_settings() -> None:
+    assert make(groups_per_step=4, groups_in_flight=4).max_staleness == 2
+    assert make(groups_per_step=4, groups_in_flight=10).max_staleness == 5
+    for wrong, message in (({"groups_in_flight": 1}, "groups_in_flight 1"), ({"rollouts_per_group": 1}, "rollouts_per_group 1"),
+                           ({"groups_per_step": 0}, "groups_per_step 0"), ({"max_skipped_steps": 0}, "max_skipped_steps"),
+                           ({"groups_in_flight": 5, "max_staleness": 1}, "max_staleness 1 must be at least 2")):
+        with pytest.raises(ValueError, match=message):
+            make(**wrong)
+    assert make(groups_in_flight=5, max_staleness=2).max_staleness == 2
+
+
+# Time
+
+
+def test_a_rollout_that_never_ends_is_timed_out_and_its_group_goes_on_without_it() -> None:  # 23
+    scheduler = make(groups_per_step=1, rollouts_per_group=3, group_timeout=100)
+    (group,) = start(scheduler, now=50)
+    finish(scheduler, group, 1.0, 0.0)
+    assert scheduler.ready_to_update(149.9)[0] == []
+    assert scheduler.ready_to_update(150)[0] == [group]
+    assert scheduler.counts["groups_timed_out"] == scheduler.counts["rollouts_timed_out"] == 1
+    assert scheduler.rollout_finished(record(group.id, 2, 1.0), 151) == "late" and len(group.kept) == 2
+    update(scheduler, 152)
+    (group,) = start(scheduler, now=152)
+    assert scheduler.ready_to_update(252)[0] == [] and scheduler.counts["groups_skipped_few"] == 1
+
+
+def test_time_spent_in_updates_does_not_count() -> None:
+    scheduler = make(groups_per_step=1, groups_in_flight=2, group_timeout=10)
+    quick, slow = start(scheduler)
+    finish(scheduler, quick, 1.0, 0.0)
+    update(scheduler, now=5, seconds=1000)
+    assert scheduler.ready_to_update(1009.9)[0] == [] and scheduler.counts["groups_timed_out"] == 0
+    scheduler.ready_to_update(1010)
+    assert scheduler.counts["groups_timed_out"] == 1
+
+
+def test_an_update_waits_for_a_running_evaluation_but_not_for_ever() -> None:
+    scheduler = make(groups_per_step=1, evaluation_timeout=10)
+    (group,) = start(scheduler)
+    scheduler.evaluation_started(["eval.0.0", "eval.0.1"], 0)
+    finish(scheduler, group, 1.0, 0.0)
+    assert scheduler.ready_to_update(1) == ([], "an evaluation is running: 2 rollouts left")
+    assert scheduler.rollout_finished(record("eval.0", 0, 1.0, kind="eval"), 1) == "evaluation"
+    assert scheduler.rollout_finished(record("eval.0", 0, 1.0, kind="eval"), 1) == "late"
+    assert scheduler.rollout_finished(record(group.id, 0, 1.0, kind="eval"), 1) == "late" and len(group.kept) == 2
+    assert scheduler.ready_to_update(9.9)[0] == [] and scheduler.evaluating
+    assert scheduler.ready_to_update(10)[0] == [group] and not scheduler.evaluating
+    assert scheduler.counts["evaluation_timed_out"] == 1
+
+
+# Restarts and the order of the data
+
+
+def test_every_epoch_visits_each_task_once_in_its_own_order() -> None:
+    orders = [[task_order(7, 50, epoch * 50 + i) for i in range(50)] for epoch in range(3)]
+    assert all(sorted(order) == list(range(50)) for order in orders) and len({tuple(order) for order in orders}) == 3
+    assert orders[0] == [task_order(7, 50, i) for i in range(50)] != [task_order(8, 50, i) for i in range(50)]
+    assert task_order(7, 5, 3) == task_order(7, 5, 3) and [task_order(0, 1, k) for k in range(3)] == [0, 0, 0]
+
+
+def test_ids_of_two_data_sets_never_meet() -> None:  # 17
+    datasets = ["math", "code", "a-b", "a_b", "a.b", "x" * 90, "x" * 91, "späße"]
+    ids = [make(dataset=dataset).to_start()[0].id for dataset in datasets]
+    assert len(set(ids)) == len(datasets)
+    assert all(set(one) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.") and len(one) < 60 for one in ids)
+
+
+def test_a_restart_runs_unfinished_groups_first_and_takes_what_the_gateway_kept() -> None:
+    before = make(groups_in_flight=4)
+    groups = start(before)
+    for group in groups[1:3]:
+        finish(before, group, 1.0, 0.0)
+    update(before)
+    start(before)
+    state = json.loads(json.dumps(before.state_dict()))
+
+    after = make(groups_in_flight=4)
+    after.load_state_dict(state)
+    for group in groups:  # the gateway's log again, from its beginning
+        outcomes = finish(after, group, 1.0, 0.0, version_min=0, version_max=0)
+        assert outcomes == (["late"] * 2 if group.k in (1, 2) else ["early"] * 2)
+    assert names(after.to_start()) == [0, 3, 4, 5] and [g.version for g in after.to_start()] == [0, 0, 1, 1]
+    assert [g.id for g in after.to_start()] == [g.id for g in before.groups.values()]
+    start(after)
+    assert names(update(after)) == [0, 3] and after.consumed == [1, 2, 0, 3] and names(after.to_start()) == [6, 7]
+
+
+def test_tokens_of_an_abandoned_branch_are_never_trained_and_the_task_runs_again() -> None:
+    scheduler = make(groups_per_step=1, groups_in_flight=2)
+    scheduler.load_state_dict({"version": 8, "next_k": 20, "consumed": [], "unfinished": [[19, 0, 7]], "abandoned": [], "counts": {}})
+    old, new = scheduler.to_start()
+    assert finish(scheduler, new, 1.0, 0.0, version_min=8, version_max=9) == ["early", "early"]
+    scheduler.group_started(old, 0)
+    assert finish(scheduler, old, 1.0, 0.0, version_min=7, version_max=8) == ["kept", "kept"]
+    update(scheduler)  # version 9: the number 9 of the abandoned branch must not pass now
+    scheduler.group_started(new, 0)
+    assert scheduler.counts["rollouts_abandoned"] == 2 and new.state == "dropped" and scheduler.counts["groups_rerun"] == 1
+    again = scheduler.to_start()[0]
+    assert again.k == 20 and again.id == new.id + "r1" and again.version == 9
+    start(scheduler)
+    finish(scheduler, again, 1.0, 0.0)
+    assert update(scheduler) == [again]
+    state = scheduler.state_dict()
+    assert state["consumed"] == [19, 20] and state["next_k"] == 22
+    later = make(groups_per_step=1, groups_in_flight=2)  # a second restart, now beyond version 9
+    later.load_state_dict(state)
+    assert finish(later, Group(new.id[:-2] + "21", 21), 1.0, version_min=10) == ["early"]
+    assert later.rollout_finished(record(new.id, 0, 1.0, version_max=9) | {"group": later.to_start()[0].id}, 0) == "early"
+    assert later.early[later.to_start()[0].id][-1]["status"] == "abandoned"
+
+
+def test_a_group_that_was_run_again_keeps_its_id_over_a_restart() -> None:
+    scheduler = make(groups_per_step=1)
+    (group,) = start(scheduler)
+    finish(scheduler, group, 1.0, 0.0, version_max=3)
+    state = scheduler.state_dict()
+    after = make(groups_per_step=1)
+    after.load_state_dict(state)
+    assert finish(after, group, 1.0, 0.0) == ["late", "late"]  # the attempt before
+    assert [g.id for g in after.to_start()] == [group.id + "r1"]
+
+
+# Random runs
+
+
+class World:
+    """Gateway and engine of a simulated run, which outlive the trainer: rollouts that end, fail, hang, at any time."""
+
+    def __init__(self, draw: random.Random, rollouts: int, trouble: float, signal: float, versions: bool) -> None:
+        self.draw, self.rollouts, self.trouble, self.signal, self.versions = draw, rollouts, trouble, signal, versions
+        self.events: list[tuple[float, str, int]] = []  # (end, group, index)
+        self.groups: dict[str, dict[int, Record]] = {}
+        self.finished: list[Record] = []
+
+    def post(self, group: str, now: float, version: int) -> None:
+        if group not in self.groups:  # idempotent
+            self.groups[group] = {}
+            for index in range(self.rollouts):
+                self.groups[group][index] = {**record(group, index, None, "running"), "tokens": {version}}
+                seconds = self.draw.paretovariate(1.2) if self.draw.random() > self.trouble / 3 else 1e9
+                heapq.heappush(self.events, (now + seconds, group, index))
+
+    def advance(self, limit: float) -> float:
+        """To the next end of a rollout, at most to the limit."""
+        if not self.events or self.events[0][0] > limit:
+            return limit
+        end, group, index = heapq.heappop(self.events)
+        one, chance = self.groups[group][index], self.draw.random()
+        one["status"] = "lost" if chance < self.trouble / 3 else "failed" if chance < self.trouble else "succeeded"
+        if one["status"] == "succeeded" or one["status"] == "failed" and self.draw.random() < 0.5:
+            one["reward"] = float(self.draw.random() < 0.5) if self.draw.random() < self.signal else 1.0
+        if self.versions:
+            one["version_min"], one["version_max"] = min(v % 1000 for v in one["tokens"]), max(v % 1000 for v in one["tokens"])
+        self.finished.append(one)
+        return end
+
+    def hold(self, seconds: float, version: int) -> None:
+        """An update: calls are held meanwhile, and tokens of the new version follow."""
+        self.events = [(end + seconds, group, index) for end, group, index in self.events]
+        for _, group, index in self.events:
+            self.groups[group][index]["tokens"].add(version)
+
+    def abandon(self, branch: int, version: int, now: float) -> None:
+        """The trainer died and resumes from `version`: attempts that hold a later token start again."""
+        for _, group, index in self.events:
+            one = self.groups[group][index]
+            if max(v % 1000 for v in one["tokens"]) > version:
+                one["tokens"] = set()
+            one["tokens"].add(branch * 1000 + version)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 4), st.integers(0, 9), st.integers(0, 3), st.sampled_from([0.0, 0.2, 0.9]),
+       st.sampled_from([0.05, 0.5, 1.0]), st.booleans(), st.booleans())
+def test_any_run_progresses_or_stops_with_a_named_reason(seed: int, per_step: int, more: int, refills: int, trouble: float,
+                                                         signal: float, restarts: bool, tight: bool) -> None:
+    draw = random.Random(seed)
+    in_flight = per_step + more
+    bound = -(-in_flight // per_step) - 1 if tight else None
+    common: dict[str, Any] = {
+        "groups_per_step": per_step, "groups_in_flight": in_flight, "rollouts_per_group": draw.randint(2, 4),
+        "max_refills": refills, "max_staleness": bound, "max_groups": draw.choice([float("inf"), 17]), "group_timeout": 60.0,
+        "evaluation_timeout": 60.0}
+    scheduler = Scheduler(**common)
+    world = World(draw, common["rollouts_per_group"], trouble, signal, versions=restarts)
+    now, seq, branch, forks = 0.0, 0, 0, {0: 0}  # forks: version at which each branch began
+    checkpoint, idle, crashes = scheduler.state_dict(), 0, 0
+    while scheduler.version < 25 and not scheduler.stop_reason():
+        for group in scheduler.to_start():
+            world.post(group.id, now, branch * 1000 + scheduler.version)
+            scheduler.group_started(group, now)
+        assert len(scheduler.groups) <= in_flight
+        groups, why = scheduler.ready_to_update(now)
+        assert groups or why
+        if groups:
+            idle = 0
+            check_step(scheduler, groups, branch, forks)
+            held = draw.uniform(0, 20)
+            scheduler.update_started(groups, now)
+            version = scheduler.version + 1
+            scheduler.update_finished(now + held, version)
+            world.hold(held, branch * 1000 + version)
+            now += held
+            if draw.random() < 0.3:
+                checkpoint = json.loads(json.dumps(scheduler.state_dict()))
+            if draw.random() < 0.1 and not scheduler.evaluating:
+                scheduler.evaluation_started([f"eval.{version}.0"], now)
+        elif restarts and crashes < 4 and draw.random() < 0.02:
+            crashes += 1
+            branch += 1
+            scheduler = Scheduler(**common)
+            scheduler.load_state_dict(checkpoint)
+            forks[branch], seq = scheduler.version, 0
+            world.abandon(branch, scheduler.version, now)
+        else:
+            idle += 1
+            now = world.advance(now + 15.0)
+        for one in world.finished[seq:]:
+            scheduler.rollout_finished(dict(one), now)
+        seq = len(world.finished)
+        assert idle < 3000, f"no progress: {why}"
+    if not restarts:
+        assert scheduler.counts["rollouts_stale"] == 0  # the look ahead never lets one become too old
+    assert len(set(scheduler.consumed)) == len(scheduler.consumed)
+    assert scheduler.version == 25 or "exhausted" in scheduler.stop_reason() or "skipped for 3 steps" in scheduler.stop_reason()
+    if "skipped" in scheduler.stop_reason():
+        assert trouble + (1 - signal) > 0 or common["rollouts_per_group"] < 4
+
+
+def check_step(scheduler: Scheduler, groups: list[Group], branch: int, forks: dict[int, int]) -> None:
+    """What must hold of every update, from the tokens themselves and not from what the scheduler was told."""
+    complete = [group for group in scheduler.groups.values() if group.state == "complete"]
+    assert groups == complete[:scheduler.groups_per_step]
+    for group in groups:
+        assert len({one["reward"] for one in group.kept}) >= 2
+        assert group.k not in scheduler.consumed
+        for one in group.kept:
+            assert scheduler.version - min(v % 1000 for v in one["tokens"]) <= scheduler.max_staleness
+            for token in one["tokens"]:
+                origin, version = divmod(token, 1000)
+                later = [forks[b] for b in range(origin + 1, branch + 1)]
+                assert all(version <= fork for fork in later), "a token of an abandoned branch is trained"
+
+
+def test_memory_does_not_grow_with_the_run() -> None:
+    scheduler = make(groups_per_step=1, groups_in_flight=3, max_groups=500, max_refills=3)
+    draw = random.Random(0)
+    while not scheduler.stop_reason():
+        for group in start(scheduler):
+            finish(scheduler, group, 1.0, float(draw.random() < 0.5))
+        if scheduler.ready_to_update(0)[0]:
+            update(scheduler)
+    assert not scheduler.groups and not scheduler.early and not scheduler.restarts
+    assert Counter(scheduler.consumed).most_common(1)[0][1] == 1 and len(json.dumps(scheduler.state_dict())) < 4000

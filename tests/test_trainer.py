@@ -1,0 +1,139 @@
+"""The trainer: its arithmetic against a plain version, and whole runs of the README's own example as real processes."""
+
+import copy
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import trainer
+from bench.vllm_cpu import ROOT, make_tiny_model
+from config import Config
+from trainer import Policy, chunked_logprobs
+from trajectory import Sample
+
+EXAMPLE = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+SMALL = ("--steps 2 --groups-per-step 2 --rollouts-per-group 4 --eval-every 1 --max-response-tokens 16 --max-context-tokens 256 "
+         "--micro-batch-tokens 512 --lr 1e-3 --threads 1 --checkpoint-every 1 --max-running 8").split()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model") / "tiny"
+    make_tiny_model(directory)
+    return directory
+
+
+def example(directory: Path, *arguments: str, source: str = EXAMPLE) -> subprocess.CompletedProcess:
+    (directory / "train_mine.py").write_text(source)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "WANDB_API_KEY": ""}
+    return subprocess.run([sys.executable, "train_mine.py", *SMALL, *arguments], cwd=directory, env=environment, text=True,
+                          capture_output=True, timeout=300)
+
+
+def recipe(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "train_search.py", *arguments], cwd=ROOT, text=True, capture_output=True, timeout=120)
+
+
+def rows_of(lengths: list[tuple[int, int]], seed: int = 0) -> list[Sample]:
+    """Rows of (prompt, response) tokens; two rows make a rollout."""
+    draw = torch.Generator().manual_seed(seed)
+    rows = []
+    for i, (prompt, response) in enumerate(lengths):
+        ids = torch.randint(10, 200, (prompt + response,), generator=draw).tolist()
+        mask = [False] * prompt + [True] * response
+        logprobs = [-float(torch.rand((), generator=draw)) if m else 0.0 for m in mask]
+        rows.append(Sample(ids, mask, logprobs, [0 if m else -1 for m in mask], rollout=f"r{i // 2}"))
+    return rows
+
+
+ROWS = rows_of([(3, 5), (20, 1), (7, 9), (2, 30), (11, 4), (5, 5)])
+
+
+def test_logprobs_of_padded_rows_equal_one_row_at_a_time(model: Path) -> None:
+    config = Config(model=str(model), temperature=0.7)
+    policy = Policy(config, str(model))
+    got = policy.logprobs(ROWS)[0].split([row.trained_tokens for row in ROWS])
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for row, logprobs in zip(ROWS, got, strict=True):
+        logits = plain(torch.tensor([row.ids])).logits[0, :-1] / 0.7
+        want = torch.log_softmax(logits, -1).gather(-1, torch.tensor(row.ids[1:])[:, None])[:, 0]
+        torch.testing.assert_close(logprobs, want[torch.tensor(row.mask[1:])], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("ratio,importance", [("token", "token"), ("gspo", "sequence")])
+def test_an_update_does_not_depend_on_its_micro_batches(model: Path, ratio: str, importance: str) -> None:
+    results = []
+    for tokens in (32, 64, 4096):
+        config = Config(model=str(model), micro_batch_tokens=tokens, lr=1e-3, ratio=ratio, importance=importance)
+        policy = Policy(config, str(model))
+        metrics = policy.update(ROWS, [1.0, 1.0, -1.0, -1.0, 0.5, 0.5], version=0)
+        results.append((metrics, copy.deepcopy(policy.model.state_dict())))
+    (first, weights), others = results[0], results[1:]
+    for metrics, other in others:
+        for name in ("loss", "grad_norm", "tokens", "ratio_mean", "logprob_gap_max", "entropy_mean"):
+            assert metrics[name] == pytest.approx(first[name], rel=1e-4), name
+        for name, value in weights.items():
+            torch.testing.assert_close(other[name], value, atol=1e-5, rtol=1e-4)
+
+
+def test_chunked_logprobs_have_the_plain_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(trainer, "CHUNK_LOGITS", 640)
+    head = torch.nn.Linear(8, 10, bias=False)  # 64 states a chunk
+    hidden, targets = torch.randn(150, 8, requires_grad=True), torch.randint(0, 10, (150,))
+    got, entropy = chunked_logprobs(hidden, targets, head, 0.5)
+    got.sum().backward()
+    chunked, hidden.grad = hidden.grad, None
+    logits = torch.log_softmax(head(hidden) / 0.5, -1)
+    logits.gather(-1, targets[:, None]).sum().backward()
+    torch.testing.assert_close(chunked, hidden.grad, atol=1e-4, rtol=1e-4)
+    assert entropy.shape == (150,) and not entropy.requires_grad
+
+
+def test_the_readme_example_trains_and_resumes(model: Path, tmp_path: Path) -> None:
+    done = example(tmp_path, "--model", str(model), "--name", "one")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "runs/one/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    for line in lines[1:]:
+        for name in ("reward_mean", "eval_reward", "rollouts", "groups_skipped", "turns", "rows", "trained_tokens", "seconds_rollout",
+                     "seconds_update", "staleness_max", "ratio_mean", "logprob_gap_max", "fork", "cut", "untrainable"):
+            assert name in line, name
+        assert line["logprob_gap_max"] < 1e-3 and abs(line["ratio_mean"] - 1) < 1e-3 and line["staleness_max"] == 0
+    again = example(tmp_path, "--model", str(model), "--name", "one")
+    assert again.returncode != 0 and "holds a run already" in again.stderr
+    resumed = example(tmp_path, "--model", str(model), "--name", "one", "--resume", "--steps", "3")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    lines = [json.loads(line) for line in (tmp_path / "runs/one/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3] and lines[-1]["logprob_gap_max"] < 1e-3
+    assert len(list((tmp_path / "runs/one/checkpoints").iterdir())) == 2
+    assert subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True).returncode == 1  # nothing is left running
+
+
+def test_a_harness_that_never_calls_the_model_is_named(model: Path, tmp_path: Path) -> None:
+    silent = EXAMPLE.replace("reply = OpenAI()", "return\n    reply = OpenAI()")
+    done = example(tmp_path, "--model", str(model), source=silent)
+    assert done.returncode == 1 and "no model calls seen" in done.stderr
+
+
+def test_wrong_settings_end_with_one_clear_line(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"question": "Q", "answers": ["A"]}\n{"question": 3}\n')
+    good = tmp_path / "good.jsonl"
+    good.write_text('{"title": "T", "text": "x"}\n')
+    files = ["--train-file", str(bad), "--eval-file", str(bad), "--corpus", str(good)]
+    for arguments, message in [
+        (["--model", "./nowhere"], "--model"), (["--rollouts-per-group", "1"], "--rollouts-per-group"),
+        (["--clip-low", "1.5"], "--clip-low"), (["--no-such-flag"], "no-such-flag"), (["--train-file", "x"], "go together"),
+        (["--engine-url", "localhost:1"], "--engine-url"), (files, "line 2"), (["--model", str(tmp_path)], "config.json"),
+    ]:
+        done = recipe(*arguments)
+        assert done.returncode in (1, 2) and message in done.stderr, (arguments, done.stderr)
+        assert "Traceback" not in done.stderr, (arguments, done.stderr)
