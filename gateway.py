@@ -379,10 +379,10 @@ class Engine:
     async def ask(self, path: str, body: JSON | None = None, gated: bool = True, call: Call | None = None) -> Any:
         """The JSON of the first answer that is a result; with a `call`, it receives the answer, and each try continues
         it. A try that brought tokens, or was held, starts the patience anew. ApiError: 400 the engine's, 503 no engine."""
-        tries, since, kept = 0, time.monotonic(), 0
+        tries, since, kept = 0, 0.0, 0
         while True:
             if (gated or tries) and await self.gate():
-                since = time.monotonic()
+                tries = 0
             limit = asyncio.timeout(None)
             self.in_flight.add(limit)
             try:
@@ -403,8 +403,8 @@ class Engine:
             finally:
                 self.in_flight.discard(limit)
             self.model = None  # another engine may come up in its place
-            if call and len(call.ids) > kept:
-                tries, since, kept = 0, time.monotonic(), len(call.ids)
+            if not tries or (call and len(call.ids) > kept):
+                tries, since, kept = 0, time.monotonic(), len(call.ids) if call else 0
             gone = isinstance(fault, aiohttp.ClientError | OSError)
             if time.monotonic() - since >= (self.patience if gone else min(self.patience, STATUS_FAULT_SECONDS)):
                 raise ApiError(503, f"engine {self.url}{path} failed until patience ended: {fault!r}", "engine_unavailable")

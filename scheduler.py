@@ -122,9 +122,8 @@ class Scheduler:
         chosen = complete[:self.groups_per_step]
         if blocker := self._blocker(chosen):
             return [], f"group {blocker.id} of version {blocker.version} would get older than max_staleness"
-        if len(chosen) == self.groups_per_step:
-            return chosen, ""
-        return chosen, f"smaller step: {len(chosen)} of {self.groups_per_step} groups, {self.skipped} were skipped"
+        small = f"smaller step: {len(chosen)} of {self.groups_per_step} groups, {self.skipped} were skipped"
+        return chosen, "" if len(chosen) == self.groups_per_step else small
 
     def stop_reason(self) -> str:
         """Why nothing can make progress any more; empty while something can."""

@@ -121,8 +121,9 @@ def assemble(turns: list[Turn], max_tokens: int | None = None) -> tuple[list[Sam
     counts = dict.fromkeys(("fork", "untrainable", "undelivered", "cut", "cut_tokens", "empty"), 0)
     for position, turn in enumerate(turns):
         prompt, response = turn.prompt_ids, turn.response_ids
-        by_length = sorted(rows, key=lambda row: -len(row.ids))  # stable: the earliest of equal rows comes first
-        row = next((row for row in by_length if _is_prefix(row.ids, prompt)), None)
+        fitting = [row for row in rows if len(row.ids) <= len(prompt)]
+        fitting.sort(key=lambda row: -len(row.ids))  # stable: the earliest of equal rows comes first
+        row = next((row for row in fitting if _is_prefix(row.ids, prompt)), None)
         if row is None:
             counts["fork"] += bool(rows)
             row = Sample([], [], [], [])
@@ -153,7 +154,7 @@ def assemble(turns: list[Turn], max_tokens: int | None = None) -> tuple[list[Sam
 def _is_prefix(ids: list[int], prompt: list[int]) -> bool:
     # The last few ids differ between most rows, so that a row is copied and compared in full only where it will match.
     length = len(ids)
-    return length <= len(prompt) and prompt[max(0, length - 16):length] == ids[-16:] and prompt[:length] == ids
+    return prompt[max(0, length - 16):length] == ids[-16:] and prompt[:length] == ids
 
 
 def _train(row: Sample, turn: Turn) -> None:

@@ -35,14 +35,22 @@ def slow_advantages(rewards: list[float], groups: list[Any], method: str) -> lis
 
 def test_each_method_on_one_group() -> None:
     rewards, groups = [1.0, 0.0, 0.0, 1.0, 1.0], ["a"] * 5
-    expect = {"grpo": [0.4 / 0.24 ** 0.5, -0.6 / 0.24 ** 0.5], "dr_grpo": [0.4, -0.6], "rloo": [0.5, -0.75],
-              "maxrl": [0.4 / 0.6, -1.0]}
+    expect = {
+        "grpo": [0.4 / 0.24**0.5, -0.6 / 0.24**0.5],
+        "dr_grpo": [0.4, -0.6],
+        "rloo": [0.5, -0.75],
+        "maxrl": [0.4 / 0.6, -1.0],
+    }
     for method, (good, bad) in expect.items():
-        assert group_advantages(rewards, groups, method).tolist() == pytest.approx([good, bad, bad, good, good], rel=1e-6)
+        assert group_advantages(rewards, groups, method).tolist() == pytest.approx(
+            [good, bad, bad, good, good], rel=1e-6
+        )
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.floats(0.01, 100), st.integers(0, 3)), min_size=1, max_size=20), st.sampled_from(ADVANTAGES))
+@given(
+    st.lists(st.tuples(st.floats(0.01, 100), st.integers(0, 3)), min_size=1, max_size=20), st.sampled_from(ADVANTAGES)
+)
 def test_advantages_equal_the_slow_reference(pairs: list[tuple[float, int]], method: str) -> None:
     rewards, groups = [round(r, 3) for r, _ in pairs], [g for _, g in pairs]
     got = group_advantages(torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups), method)
@@ -115,7 +123,11 @@ def test_the_worked_example() -> None:
 
 def test_each_normalization() -> None:
     tokens, rollouts = [4, 0, 2, 0], ["a", "a", "b", "c"]  # c has nothing to train: R is 2
-    expect = {"rollout_mean": [1 / 8, 0, 1 / 4, 0], "token_mean": [1 / 6, 0, 1 / 6, 0], "constant": [1 / 2, 0, 1 / 2, 0]}
+    expect = {
+        "rollout_mean": [1 / 8, 0, 1 / 4, 0],
+        "token_mean": [1 / 6, 0, 1 / 6, 0],
+        "constant": [1 / 2, 0, 1 / 2, 0],
+    }
     for method, weights in expect.items():
         got = token_weights(tokens, rollouts, method)
         assert got.dtype == torch.float32 and got.tolist() == pytest.approx(weights)
@@ -142,8 +154,12 @@ def test_nothing_to_train_weighs_nothing() -> None:
 
 
 def test_wrong_rows_are_refused() -> None:
-    for tokens, rollouts, settings_ in (([1], [], {}), ([-1], ["a"], {}), ([1], ["a"], {"horizon": 0.0}),
-                                        ([1], ["a"], {"method": "mean"})):
+    for tokens, rollouts, settings_ in (
+        ([1], [], {}),
+        ([-1], ["a"], {}),
+        ([1], ["a"], {"horizon": 0.0}),
+        ([1], ["a"], {"method": "mean"}),
+    ):
         with pytest.raises(ValueError):
             token_weights(tokens, rollouts, **settings_)
 
@@ -151,9 +167,20 @@ def test_wrong_rows_are_refused() -> None:
 # Policy loss
 
 
-def slow_loss(batch: dict[str, list[float]], rows: list[int], *, ratio: str, importance: str, cap: float = 2.0,
-              low: float = 0.2, high: float = 0.28, dual: float | None = 3.0, kl_coef: float = 0.0) -> float:
+def slow_loss(
+    batch: dict[str, list[float]],
+    rows: list[int],
+    *,
+    ratio: str,
+    importance: str,
+    cap: float = 2.0,
+    low: float = 0.2,
+    high: float = 0.28,
+    dual: float | None = 3.0,
+    kl_coef: float = 0.0,
+) -> float:
     """The formulas in plain floats, one token at a time."""
+
     def mean_of_row(values: list[float], row: int) -> float:
         members = [value for value, r in zip(values, rows) if r == row]
         return sum(members) / len(members)
@@ -186,14 +213,23 @@ def random_batch(size: int, seed: int = 0, spread: float = 0.6) -> tuple[dict[st
     generator = torch.Generator().manual_seed(seed)
     old = -torch.rand(size, generator=generator, dtype=torch.float64) * 3
     noise = torch.randn(3, size, generator=generator, dtype=torch.float64) * spread
-    batch = {"logprobs": old + noise[0], "old": old, "sampled": old + noise[1], "reference": old + noise[2],
-             "advantages": torch.randn(size, generator=generator, dtype=torch.float64),
-             "weights": torch.rand(size, generator=generator, dtype=torch.float64) / max(size, 1)}
+    batch = {
+        "logprobs": old + noise[0],
+        "old": old,
+        "sampled": old + noise[1],
+        "reference": old + noise[2],
+        "advantages": torch.randn(size, generator=generator, dtype=torch.float64),
+        "weights": torch.rand(size, generator=generator, dtype=torch.float64) / max(size, 1),
+    }
     return batch, torch.randint(0, 4, (size,), generator=generator).sort().values * 7 + 3  # any integers
 
 
-def loss_of(batch: dict[str, torch.Tensor], rows: torch.Tensor | None, **more: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    return policy_loss(batch["logprobs"], batch["old"], batch["sampled"], batch["advantages"], batch["weights"], rows=rows, **more)
+def loss_of(
+    batch: dict[str, torch.Tensor], rows: torch.Tensor | None, **more: Any
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return policy_loss(
+        batch["logprobs"], batch["old"], batch["sampled"], batch["advantages"], batch["weights"], rows=rows, **more
+    )
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
@@ -202,9 +238,13 @@ def loss_of(batch: dict[str, torch.Tensor], rows: torch.Tensor | None, **more: A
 def test_the_loss_equals_the_slow_reference(ratio: str, importance: str, kl_coef: float) -> None:
     for seed in range(8):
         batch, rows = random_batch(30, seed)
-        got, _ = loss_of(batch, rows, ratio=ratio, importance=importance, kl_coef=kl_coef, ref_logprobs=batch["reference"])
+        got, _ = loss_of(
+            batch, rows, ratio=ratio, importance=importance, kl_coef=kl_coef, ref_logprobs=batch["reference"]
+        )
         plain = {name: value.tolist() for name, value in batch.items()}
-        assert got.item() == pytest.approx(slow_loss(plain, rows.tolist(), ratio=ratio, importance=importance, kl_coef=kl_coef))
+        assert got.item() == pytest.approx(
+            slow_loss(plain, rows.tolist(), ratio=ratio, importance=importance, kl_coef=kl_coef)
+        )
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
@@ -217,9 +257,12 @@ def test_any_split_of_rows_gives_the_same_gradient(ratio: str, importance: str) 
     def gradient(parts: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
         metrics = []
         for index in parts:
-            part = {name: value[index] for name, value in batch.items()} | {"logprobs": batch["logprobs"][index] + theta[index]}
-            loss, metric = loss_of(part, rows[index], ratio=ratio, importance=importance, kl_coef=0.1,
-                                   ref_logprobs=part["reference"])
+            part = {name: value[index] for name, value in batch.items()} | {
+                "logprobs": batch["logprobs"][index] + theta[index]
+            }
+            loss, metric = loss_of(
+                part, rows[index], ratio=ratio, importance=importance, kl_coef=0.1, ref_logprobs=part["reference"]
+            )
             loss.backward()
             metrics.append(metric)
         result, theta.grad = theta.grad, None
@@ -229,8 +272,12 @@ def test_any_split_of_rows_gives_the_same_gradient(ratio: str, importance: str) 
     whole, metrics = gradient([torch.arange(60)])
     unique = rows.unique().tolist()
     for parts in ([[r] for r in unique], [unique[:1], unique[1:], []], [list(reversed(unique))]):
-        split, same = gradient([torch.cat([torch.empty(0, dtype=torch.long), *((rows == r).nonzero()[:, 0] for r in part)])
-                                for part in parts])
+        split, same = gradient(
+            [
+                torch.cat([torch.empty(0, dtype=torch.long), *((rows == r).nonzero()[:, 0] for r in part)])
+                for part in parts
+            ]
+        )
         assert torch.allclose(split, whole, rtol=1e-5, atol=1e-9)
         assert same == pytest.approx(metrics, rel=1e-5)
 
@@ -242,7 +289,9 @@ def test_how_a_rollout_is_cut_into_rows_does_not_matter() -> None:
         row_of = torch.repeat_interleave(torch.tensor(tokens))
         advantages = torch.tensor([0.5 if rollouts[row] == "A" else -0.5 for row in row_of])
         logprobs = torch.full((12,), -1.0, requires_grad=True)
-        loss, _ = policy_loss(logprobs, logprobs.detach(), logprobs.detach(), advantages, token_weights(tokens, rollouts)[row_of])
+        loss, _ = policy_loss(
+            logprobs, logprobs.detach(), logprobs.detach(), advantages, token_weights(tokens, rollouts)[row_of]
+        )
         loss.backward()
         gradients.append(logprobs.grad)
     assert torch.allclose(gradients[0], torch.tensor([-0.5 / 12] * 6 + [0.5 / 12] * 6))
@@ -252,7 +301,9 @@ def test_how_a_rollout_is_cut_into_rows_does_not_matter() -> None:
 def one_token(new: float, advantage: float, old: float = 0.0, sampled: float = 0.0, **more: Any) -> tuple[float, float]:
     """Loss of one token of weight 1, and its gradient with respect to the log-prob."""
     logprobs = torch.tensor([new], requires_grad=True)
-    loss, _ = policy_loss(logprobs, torch.tensor([old]), torch.tensor([sampled]), torch.tensor([advantage]), torch.ones(1), **more)
+    loss, _ = policy_loss(
+        logprobs, torch.tensor([old]), torch.tensor([sampled]), torch.tensor([advantage]), torch.ones(1), **more
+    )
     loss.backward()
     assert logprobs.grad is not None
     return loss.item(), logprobs.grad.item()
@@ -290,11 +341,20 @@ def test_sequence_ratios_are_length_normalised_per_row() -> None:
     log_two = math.log(2)
     logprobs = torch.tensor([2 * log_two, 0.0, 0.0], requires_grad=True)
     old = torch.zeros(3)
-    loss, metrics = policy_loss(logprobs, old, old, torch.ones(3), torch.ones(3), rows=torch.tensor([5, 5, 2]), ratio="gspo",
-                                clip_high=3.0)
+    loss, metrics = policy_loss(
+        logprobs, old, old, torch.ones(3), torch.ones(3), rows=torch.tensor([5, 5, 2]), ratio="gspo", clip_high=3.0
+    )
     assert loss.item() == pytest.approx(-(2 + 2 + 1)) and metrics["ratio_max"].item() == pytest.approx(2)
-    loss, metrics = policy_loss(old, old, -logprobs.detach(), torch.ones(3), torch.ones(3), rows=torch.tensor([5, 5, 2]),
-                                importance="sequence", importance_cap=10)
+    loss, metrics = policy_loss(
+        old,
+        old,
+        -logprobs.detach(),
+        torch.ones(3),
+        torch.ones(3),
+        rows=torch.tensor([5, 5, 2]),
+        importance="sequence",
+        importance_cap=10,
+    )
     assert loss.item() == pytest.approx(-(2 + 2 + 1)) and metrics["importance_sum"].item() == pytest.approx(5)
 
 
@@ -316,8 +376,18 @@ def test_nothing_to_train_gives_zero_with_finite_gradients() -> None:  # 20
             parameter = torch.ones(3, requires_grad=True)
             empty = (parameter * 2)[torch.zeros(3, dtype=torch.bool)]
             none = torch.empty(0)
-            loss, metrics = policy_loss(empty, none, none, none, none, rows=torch.empty(0, dtype=torch.long), ratio=ratio,
-                                        importance=importance, ref_logprobs=none, kl_coef=1.0)
+            loss, metrics = policy_loss(
+                empty,
+                none,
+                none,
+                none,
+                none,
+                rows=torch.empty(0, dtype=torch.long),
+                ratio=ratio,
+                importance=importance,
+                ref_logprobs=none,
+                kl_coef=1.0,
+            )
             loss.backward()
             assert loss.item() == 0 and parameter.grad is not None and parameter.grad.tolist() == [0, 0, 0]
             summary = summarize([metrics])
@@ -337,15 +407,25 @@ def test_extreme_log_ratios_stay_finite_and_nan_is_not_hidden() -> None:
     for ratio in RATIOS:
         for importance in IMPORTANCES:
             logprobs = torch.tensor([0.0, -500.0, -1.0], requires_grad=True)
-            loss, metrics = policy_loss(logprobs, torch.tensor([-500.0, 0.0, -1.0]), torch.tensor([0.0, -900.0, -1.0]),
-                                        torch.tensor([1.0, -1.0, 1.0]), torch.ones(3), rows=torch.tensor([0, 1, 2]),
-                                        ratio=ratio, importance=importance, dual_clip=None)
+            loss, metrics = policy_loss(
+                logprobs,
+                torch.tensor([-500.0, 0.0, -1.0]),
+                torch.tensor([0.0, -900.0, -1.0]),
+                torch.tensor([1.0, -1.0, 1.0]),
+                torch.ones(3),
+                rows=torch.tensor([0, 1, 2]),
+                ratio=ratio,
+                importance=importance,
+                dual_clip=None,
+            )
             loss.backward()
             assert loss.isfinite() and logprobs.grad is not None and logprobs.grad.isfinite().all()
             assert all(math.isfinite(value) for value in summarize([metrics]).values())
     broken = torch.tensor([float("nan"), 0.0])
     for importance in ("token", "mask", "none"):
-        assert policy_loss(broken, broken, torch.zeros(2), torch.ones(2), torch.ones(2), importance=importance)[0].isnan()
+        assert policy_loss(broken, broken, torch.zeros(2), torch.ones(2), torch.ones(2), importance=importance)[
+            0
+        ].isnan()
     loss, metrics = policy_loss(broken, torch.zeros(2), torch.zeros(2), torch.ones(2), torch.ones(2))
     assert math.isnan(summarize([metrics, metrics])["ratio_max"])
 
@@ -360,13 +440,27 @@ def test_the_loss_is_finite_for_all_finite_numbers(tokens: list[tuple[float, flo
 
 def test_metrics_by_hand() -> None:
     log = math.log
-    batch = [torch.tensor(values) for values in ([log(2.0), 0.0, 0.0], [0.0, 0.0, 0.0], [0.0, log(1 / 4), 0.0], [1.0, 1.0, -1.0])]
+    batch = [
+        torch.tensor(values)
+        for values in ([log(2.0), 0.0, 0.0], [0.0, 0.0, 0.0], [0.0, log(1 / 4), 0.0], [1.0, 1.0, -1.0])
+    ]
     _, metrics = policy_loss(*batch, torch.ones(3), importance_cap=2.0)
     got = summarize([metrics])
-    expect = {"tokens": 3, "ratio_mean": 4 / 3, "ratio_max": 2, "ratio_clipped_mean": 1 / 3, "dual_clipped_mean": 0,
-              "approx_kl_mean": (1 - log(2)) / 3, "mismatch_kl_mean": (3 - log(4)) / 3, "logprob_gap_mean": log(4) / 3,
-              "logprob_gap_max": log(4), "importance_mean": 4 / 3, "importance_max": 2, "importance_outside_mean": 1 / 3,
-              "ess": 16 / (3 * 6)}
+    expect = {
+        "tokens": 3,
+        "ratio_mean": 4 / 3,
+        "ratio_max": 2,
+        "ratio_clipped_mean": 1 / 3,
+        "dual_clipped_mean": 0,
+        "approx_kl_mean": (1 - log(2)) / 3,
+        "mismatch_kl_mean": (3 - log(4)) / 3,
+        "logprob_gap_mean": log(4) / 3,
+        "logprob_gap_max": log(4),
+        "importance_mean": 4 / 3,
+        "importance_max": 2,
+        "importance_outside_mean": 1 / 3,
+        "ess": 16 / (3 * 6),
+    }
     assert got == pytest.approx(expect, rel=1e-5)
 
 
@@ -378,8 +472,14 @@ def test_half_precision_is_computed_in_float32() -> None:
 
 def test_wrong_settings_are_refused() -> None:
     one = torch.zeros(1)
-    for more, message in (({"ratio": "ppo"}, "token, gspo"), ({"importance": "tis"}, "token, sequence, mask, none"),
-                          ({"ratio": "gspo"}, "rows"), ({"importance": "sequence"}, "rows"), ({"kl_coef": 0.1}, "ref_logprobs"),
-                          ({"importance_cap": 0.5}, "importance_cap"), ({"rows": torch.zeros(2)}, r"\[N\]")):
+    for more, message in (
+        ({"ratio": "ppo"}, "token, gspo"),
+        ({"importance": "tis"}, "token, sequence, mask, none"),
+        ({"ratio": "gspo"}, "rows"),
+        ({"importance": "sequence"}, "rows"),
+        ({"kl_coef": 0.1}, "ref_logprobs"),
+        ({"importance_cap": 0.5}, "importance_cap"),
+        ({"rows": torch.zeros(2)}, r"\[N\]"),
+    ):
         with pytest.raises(ValueError, match=message):
             policy_loss(one, one, one, one, one, **more)

@@ -110,8 +110,10 @@ def test_lost_and_dropped_rollouts_shrink_the_group() -> None:  # 19
     scheduler = make(groups_per_step=1, rollouts_per_group=4, max_refills=5)
     (group,) = start(scheduler)
     outcomes = finish(scheduler, group, 1.0, 0.0)
-    outcomes += [scheduler.rollout_finished(record(group.id, 2, None, "lost"), 1),
-                 scheduler.rollout_finished(record(group.id, 3, None, "failed"), 1)]
+    outcomes += [
+        scheduler.rollout_finished(record(group.id, 2, None, "lost"), 1),
+        scheduler.rollout_finished(record(group.id, 3, None, "failed"), 1),
+    ]
     assert outcomes == ["kept", "kept", "lost", "dropped"]
     assert [r["reward"] for r in update(scheduler)[0].kept] == [1.0, 0.0]
     (group,) = start(scheduler)
@@ -222,6 +224,36 @@ def test_looking_ahead_keeps_two_slow_groups_from_coming_due_at_once() -> None:
     assert update(scheduler) == [slow[0]] and scheduler.counts["rollouts_stale"] == 0
 
 
+def test_a_smaller_step_waits_too() -> None:
+    scheduler = make(groups_in_flight=4, max_staleness=1)
+    first = start(scheduler)
+    finish(scheduler, first[3], 1.0, 1.0)
+    finish(scheduler, first[0], 1.0, 0.0)
+    assert update(scheduler) == [first[0]]  # one of two, since one was skipped
+    finish(scheduler, start(scheduler)[0], 1.0, 1.0)
+    finish(scheduler, first[1], 1.0, 0.0)
+    assert first[2].id in scheduler.ready_to_update(1)[1]  # there is still a place in this step for a group that is due
+    finish(scheduler, first[2], 1.0, 0.0)
+    assert update(scheduler) == first[1:3]
+
+
+def restored(version: int, unfinished: list[list[int]], **settings_: Any) -> tuple[Scheduler, list[Group]]:
+    scheduler = make(groups_per_step=1, groups_in_flight=2, **settings_)
+    scheduler.load_state_dict(
+        {"version": version, "next_k": 9, "consumed": [], "unfinished": unfinished, "abandoned": [], "counts": {}}
+    )
+    return scheduler, start(scheduler)
+
+
+def test_nobody_waits_where_waiting_cannot_help() -> None:
+    scheduler, (first, second) = restored(1, [[1, 0, 0], [2, 0, 0]], max_staleness=1)  # both due now, with one place
+    finish(scheduler, first, 1.0, 0.0)
+    assert scheduler.ready_to_update(1)[0] == [first] and second.state == "running"
+    scheduler, (_, fresh) = restored(5, [[1, 0, 0]], max_staleness=2)  # the old one is past the bound already
+    finish(scheduler, fresh, 1.0, 0.0)
+    assert scheduler.ready_to_update(1)[0] == [fresh]
+
+
 def test_a_group_sampled_at_3_and_consumed_for_7_under_limit_2_is_dropped_and_counted() -> None:  # 25
     scheduler = make(groups_per_step=1, max_staleness=2, version=3)
     (group,) = start(scheduler)
@@ -253,7 +285,9 @@ def test_a_carried_over_group_that_gets_too_old_is_dropped_at_the_update() -> No
 @pytest.mark.parametrize("base", [0, 100])
 def test_the_bound_after_a_resume_is_that_of_a_fresh_run(base: int) -> None:  # 25
     scheduler = make(groups_per_step=1, groups_in_flight=2, max_staleness=2)
-    scheduler.load_state_dict({"version": base, "next_k": base, "consumed": [], "unfinished": [], "abandoned": [], "counts": {}})
+    scheduler.load_state_dict(
+        {"version": base, "next_k": base, "consumed": [], "unfinished": [], "abandoned": [], "counts": {}}
+    )
     slow = start(scheduler)[0]
     for version in range(3):
         finish(scheduler, [*scheduler.groups.values()][1], 1.0, 0.0)
@@ -268,9 +302,13 @@ def test_the_bound_after_a_resume_is_that_of_a_fresh_run(base: int) -> None:  # 
 def test_the_default_bound_and_impossible_settings() -> None:
     assert make(groups_per_step=4, groups_in_flight=4).max_staleness == 2
     assert make(groups_per_step=4, groups_in_flight=10).max_staleness == 5
-    for wrong, message in (({"groups_in_flight": 1}, "groups_in_flight 1"), ({"rollouts_per_group": 1}, "rollouts_per_group 1"),
-                           ({"groups_per_step": 0}, "groups_per_step 0"), ({"max_skipped_steps": 0}, "max_skipped_steps"),
-                           ({"groups_in_flight": 5, "max_staleness": 1}, "max_staleness 1 must be at least 2")):
+    for wrong, message in (
+        ({"groups_in_flight": 1}, "groups_in_flight 1"),
+        ({"rollouts_per_group": 1}, "rollouts_per_group 1"),
+        ({"groups_per_step": 0}, "groups_per_step 0"),
+        ({"max_skipped_steps": 0}, "max_skipped_steps"),
+        ({"groups_in_flight": 5, "max_staleness": 1}, "max_staleness 1 must be at least 2"),
+    ):
         with pytest.raises(ValueError, match=message):
             make(**wrong)
     assert make(groups_in_flight=5, max_staleness=2).max_staleness == 2
@@ -330,7 +368,10 @@ def test_ids_of_two_data_sets_never_meet() -> None:  # 17
     datasets = ["math", "code", "a-b", "a_b", "a.b", "x" * 90, "x" * 91, "späße"]
     ids = [make(dataset=dataset).to_start()[0].id for dataset in datasets]
     assert len(set(ids)) == len(datasets)
-    assert all(set(one) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.") and len(one) < 60 for one in ids)
+    assert all(
+        set(one) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.") and len(one) < 60
+        for one in ids
+    )
 
 
 def test_a_restart_runs_unfinished_groups_first_and_takes_what_the_gateway_kept() -> None:
@@ -355,14 +396,18 @@ def test_a_restart_runs_unfinished_groups_first_and_takes_what_the_gateway_kept(
 
 def test_tokens_of_an_abandoned_branch_are_never_trained_and_the_task_runs_again() -> None:
     scheduler = make(groups_per_step=1, groups_in_flight=2)
-    scheduler.load_state_dict({"version": 8, "next_k": 20, "consumed": [], "unfinished": [[19, 0, 7]], "abandoned": [], "counts": {}})
+    scheduler.load_state_dict(
+        {"version": 8, "next_k": 20, "consumed": [], "unfinished": [[19, 0, 7]], "abandoned": [], "counts": {}}
+    )
     old, new = scheduler.to_start()
     assert finish(scheduler, new, 1.0, 0.0, version_min=8, version_max=9) == ["early", "early"]
     scheduler.group_started(old, 0)
     assert finish(scheduler, old, 1.0, 0.0, version_min=7, version_max=8) == ["kept", "kept"]
     update(scheduler)  # version 9: the number 9 of the abandoned branch must not pass now
     scheduler.group_started(new, 0)
-    assert scheduler.counts["rollouts_abandoned"] == 2 and new.state == "dropped" and scheduler.counts["groups_rerun"] == 1
+    assert (
+        scheduler.counts["rollouts_abandoned"] == 2 and new.state == "dropped" and scheduler.counts["groups_rerun"] == 1
+    )
     again = scheduler.to_start()[0]
     assert again.k == 20 and again.id == new.id + "r1" and again.version == 9
     start(scheduler)
@@ -373,7 +418,9 @@ def test_tokens_of_an_abandoned_branch_are_never_trained_and_the_task_runs_again
     later = make(groups_per_step=1, groups_in_flight=2)  # a second restart, now beyond version 9
     later.load_state_dict(state)
     assert finish(later, Group(new.id[:-2] + "21", 21), 1.0, version_min=10) == ["early"]
-    assert later.rollout_finished(record(new.id, 0, 1.0, version_max=9) | {"group": later.to_start()[0].id}, 0) == "early"
+    assert (
+        later.rollout_finished(record(new.id, 0, 1.0, version_max=9) | {"group": later.to_start()[0].id}, 0) == "early"
+    )
     assert later.early[later.to_start()[0].id][-1]["status"] == "abandoned"
 
 
@@ -418,7 +465,9 @@ class World:
         if one["status"] == "succeeded" or one["status"] == "failed" and self.draw.random() < 0.5:
             one["reward"] = float(self.draw.random() < 0.5) if self.draw.random() < self.signal else 1.0
         if self.versions:
-            one["version_min"], one["version_max"] = min(v % 1000 for v in one["tokens"]), max(v % 1000 for v in one["tokens"])
+            one["version_min"], one["version_max"] = min(v % 1000 for v in one["tokens"]), max(
+                v % 1000 for v in one["tokens"]
+            )
         self.finished.append(one)
         return end
 
@@ -438,17 +487,32 @@ class World:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(0, 2**32), st.integers(1, 4), st.integers(0, 9), st.integers(0, 3), st.sampled_from([0.0, 0.2, 0.9]),
-       st.sampled_from([0.05, 0.5, 1.0]), st.booleans(), st.booleans())
-def test_any_run_progresses_or_stops_with_a_named_reason(seed: int, per_step: int, more: int, refills: int, trouble: float,
-                                                         signal: float, restarts: bool, tight: bool) -> None:
+@given(
+    st.integers(0, 2**32),
+    st.integers(1, 4),
+    st.integers(0, 9),
+    st.integers(0, 3),
+    st.sampled_from([0.0, 0.2, 0.9]),
+    st.sampled_from([0.05, 0.5, 1.0]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_any_run_progresses_or_stops_with_a_named_reason(
+    seed: int, per_step: int, more: int, refills: int, trouble: float, signal: float, restarts: bool, tight: bool
+) -> None:
     draw = random.Random(seed)
     in_flight = per_step + more
     bound = -(-in_flight // per_step) - 1 if tight else None
     common: dict[str, Any] = {
-        "groups_per_step": per_step, "groups_in_flight": in_flight, "rollouts_per_group": draw.randint(2, 4),
-        "max_refills": refills, "max_staleness": bound, "max_groups": draw.choice([float("inf"), 17]), "group_timeout": 60.0,
-        "evaluation_timeout": 60.0}
+        "groups_per_step": per_step,
+        "groups_in_flight": in_flight,
+        "rollouts_per_group": draw.randint(2, 4),
+        "max_refills": refills,
+        "max_staleness": bound,
+        "max_groups": draw.choice([float("inf"), 17]),
+        "group_timeout": 60.0,
+        "evaluation_timeout": 60.0,
+    }
     scheduler = Scheduler(**common)
     world = World(draw, common["rollouts_per_group"], trouble, signal, versions=restarts)
     now, seq, branch, forks = 0.0, 0, 0, {0: 0}  # forks: version at which each branch began
@@ -490,7 +554,11 @@ def test_any_run_progresses_or_stops_with_a_named_reason(seed: int, per_step: in
     if not restarts:
         assert scheduler.counts["rollouts_stale"] == 0  # the look ahead never lets one become too old
     assert len(set(scheduler.consumed)) == len(scheduler.consumed)
-    assert scheduler.version == 25 or "exhausted" in scheduler.stop_reason() or "skipped for 3 steps" in scheduler.stop_reason()
+    assert (
+        scheduler.version == 25
+        or "exhausted" in scheduler.stop_reason()
+        or "skipped for 3 steps" in scheduler.stop_reason()
+    )
     if "skipped" in scheduler.stop_reason():
         assert trouble + (1 - signal) > 0 or common["rollouts_per_group"] < 4
 
@@ -498,7 +566,7 @@ def test_any_run_progresses_or_stops_with_a_named_reason(seed: int, per_step: in
 def check_step(scheduler: Scheduler, groups: list[Group], branch: int, forks: dict[int, int]) -> None:
     """What must hold of every update, from the tokens themselves and not from what the scheduler was told."""
     complete = [group for group in scheduler.groups.values() if group.state == "complete"]
-    assert groups == complete[:scheduler.groups_per_step]
+    assert groups == complete[: scheduler.groups_per_step]
     for group in groups:
         assert len({one["reward"] for one in group.kept}) >= 2
         assert group.k not in scheduler.consumed

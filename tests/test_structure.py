@@ -17,15 +17,25 @@ FILES = sorted(ROOT.glob("*.py"))
 
 # What each file may import of ours; a recipe (train_*), tests and benchmarks may import anything.
 ALLOWED: dict[str, set[str]] = {
-    "config": set(), "trajectory": set(), "advantage": set(), "agents": set(), "dialects": set(), "engine": set(),
-    "small_model": set(), "small_tasks": set(),
-    "scheduler": {"config", "trajectory"}, "gateway": {"config", "trajectory", "dialects"}, "vllm_control": {"config"},
-    "controller": {"config"}, "prepare_swe": {"config"},
+    "config": set(),
+    "trajectory": set(),
+    "advantage": set(),
+    "agents": set(),
+    "dialects": set(),
+    "engine": set(),
+    "small_model": set(),
+    "small_tasks": set(),
+    "scheduler": {"config", "trajectory"},
+    "gateway": {"config", "trajectory", "dialects"},
+    "vllm_control": {"config"},
+    "controller": {"config"},
+    "prepare_swe": {"config"},
     "trainer": {"config", "trajectory", "advantage", "scheduler", "vllm_control"},
 }
 LIGHT = {"torch", "vllm", "transformers"}
 FORBIDDEN = dict.fromkeys(("gateway", "controller", "agents", "config", "dialects", "trajectory"), LIGHT) | {
-    "trainer": {"starlette", "kubernetes"}}
+    "trainer": {"starlette", "kubernetes"}
+}
 STANDARD_LIBRARY_ONLY, TORCH_ONLY = {"trajectory", "scheduler"}, {"advantage"}
 
 
@@ -35,11 +45,19 @@ def lines_of_code(source: str) -> int:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
             first = node.body[0]
-            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+            if (
+                isinstance(first, ast.Expr)
+                and isinstance(first.value, ast.Constant)
+                and isinstance(first.value.value, str)
+            ):
                 docstrings.update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
     silent = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-    code = {line for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type not in silent
-            for line in range(token.start[0], token.end[0] + 1)}
+    code = {
+        line
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type not in silent
+        for line in range(token.start[0], token.end[0] + 1)
+    }
     return len(code - docstrings)
 
 
@@ -52,7 +70,11 @@ def imports(source: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"line {node.lineno}: relative import"
             found.add((node.module or "").partition(".")[0])
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("importlib.import_module", "import_module", "__import__"):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "importlib.import_module",
+            "import_module",
+            "__import__",
+        ):
             if node.args and isinstance(node.args[0], ast.Constant):
                 found.add(str(node.args[0].value).partition(".")[0])
     return found
@@ -63,7 +85,8 @@ def functions(source: str) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 
 def test_lines_are_counted_without_blanks_comments_and_docstrings() -> None:
-    source = '"""Doc.\n\nstring"""\n\n# comment\nx = """two\nlines"""  # and a comment\n\n\ndef f() -> None:\n    """Doc."""\n    g(\n\n        1,\n    )\n'
+    source = '"""Doc.\n\nstring"""\n\n# comment\nx = """two\nlines"""  # and a comment\n\n\n'
+    source += 'def f() -> None:\n    """Doc."""\n    g(\n\n        1,\n    )\n'
     assert lines_of_code(source) == 6
 
 
@@ -108,8 +131,15 @@ def test_functions_are_short_and_annotated(path: Path) -> None:
         if length > limit:
             problems.append(f"line {function.lineno}: {function.name} has {length} lines, at most {limit}")
         arguments = function.args
-        every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *filter(None, (arguments.vararg, arguments.kwarg))]
-        missing = [argument.arg for argument in every if argument.annotation is None and argument.arg not in ("self", "cls")]
+        every = [
+            *arguments.posonlyargs,
+            *arguments.args,
+            *arguments.kwonlyargs,
+            *filter(None, (arguments.vararg, arguments.kwarg)),
+        ]
+        missing = [
+            argument.arg for argument in every if argument.annotation is None and argument.arg not in ("self", "cls")
+        ]
         if missing or function.returns is None:
             problems.append(f"line {function.lineno}: {function.name} lacks annotations: {missing or 'of its result'}")
     assert not problems, "\n".join(problems)

@@ -60,9 +60,10 @@ def test_a_rewritten_history_starts_a_row() -> None:
 
 
 def test_the_longest_earlier_prefix_wins_not_the_last() -> None:
-    longer, shorter = turn(P1, R1), turn(P1, R1[:1])  # [1 2 3 | 10 11], then [1 2 3 | 10]: both are prefixes
-    samples, _ = assemble([longer, shorter, turn(P1 + R1 + [90], R2)])
-    assert samples[0].turns == [0, 2] and samples[1].turns == [1]
+    longer, shorter = turn(P1, R1), turn(P1, R1[:1])  # [1 2 3 | 10 11] and [1 2 3 | 10]: both are prefixes
+    for turns, expect in (([longer, shorter], [[0, 2], [1]]), ([shorter, longer], [[0], [1, 2]])):
+        samples, _ = assemble([*turns, turn(P1 + R1 + [90], R2)])
+        assert [sample.turns for sample in samples] == expect
 
 
 def test_equal_turns_are_separate_samples_and_each_is_continued_once() -> None:
@@ -107,8 +108,10 @@ def test_a_row_with_nothing_left_to_train_is_left_out_and_counted() -> None:
 
 
 def test_the_text_of_an_echo_does_not_matter_only_ids() -> None:  # 15: "" and null render to the same ids
-    turns = [Turn.from_record({"prompt_ids": P1, "response_ids": R1, "logprobs": [-1, -1], "message": {"content": content}})
-             for content in ("", None)]
+    turns = [
+        Turn.from_record({"prompt_ids": P1, "response_ids": R1, "logprobs": [-1, -1], "message": {"content": content}})
+        for content in ("", None)
+    ]
     for first in turns:
         assert len(assemble([first, turn(P1 + R1 + [90], R2)])[0]) == 1
 
@@ -129,10 +132,19 @@ def test_a_turn_without_logprobs_is_context_and_the_others_train() -> None:  # 2
         assert samples[0].ids == ids[:-1] and counts["untrainable"] == 1 and counts["fork"] == 0
 
 
-@pytest.mark.parametrize("logprobs, versions", [
-    (None, None), ([-1.0], None), ([-1.0] * 3, None), ([-1.0, float("nan")], None), ([-1.0, float("-inf")], None),
-    ([-1.0, None], None), ([-1.0, "x"], None), ([-1.0, -1.0], [1]),
-])
+@pytest.mark.parametrize(
+    "logprobs, versions",
+    [
+        (None, None),
+        ([-1.0], None),
+        ([-1.0] * 3, None),
+        ([-1.0, float("nan")], None),
+        ([-1.0, float("-inf")], None),
+        ([-1.0, None], None),
+        ([-1.0, "x"], None),
+        ([-1.0, -1.0], [1]),
+    ],
+)
 def test_what_does_not_match_is_never_repaired(logprobs: Any, versions: Any) -> None:
     samples, counts = assemble([Turn(P1, R1, logprobs, versions), turn(P1 + R1 + [9], R2)])
     assert trained(samples) == [R2] and counts["untrainable"] == 1
@@ -179,7 +191,7 @@ def slow_reference(turns: list[Turn]) -> list[tuple[list[int], list[int]]]:
         if best is None:
             best = ([], [])
             rows.append(best)
-        best[0].extend(one.prompt_ids[len(best[0]):] + one.response_ids)
+        best[0].extend(one.prompt_ids[len(best[0]) :] + one.response_ids)
         best[1].append(position)
     return rows
 
@@ -199,7 +211,7 @@ def conversations(draw: st.DrawFn) -> list[Turn]:
         elif change == "drift" and len(prompt) > 1:
             prompt[draw(st.integers(1, len(prompt) - 1))] = 4
         elif change == "strip":
-            del prompt[draw(st.integers(1, len(prompt))):]
+            del prompt[draw(st.integers(1, len(prompt))) :]
         size = draw(st.integers(0, 4))
         response = [next(counter) for _ in range(size)] if unique else draw(st.lists(st.integers(4, 5), max_size=4))
         one = turn(prompt, response, delivered=draw(st.integers(0, 5)) > 0)
@@ -216,7 +228,10 @@ def test_every_sampled_token_is_trained_once_and_nothing_else(turns: list[Turn],
     whole, counts = assemble(turns)
     reference = slow_reference(turns)
     assert [(sample.ids, sample.turns) for sample in whole] == [
-        row for row in reference if any(_trains(turns, row[1], n) and turns[p].response_ids for n, p in enumerate(row[1]))]
+        row
+        for row in reference
+        if any(_trains(turns, row[1], n) and turns[p].response_ids for n, p in enumerate(row[1]))
+    ]
     assert counts["fork"] == len(reference) - 1
     assert len(whole) + counts["empty"] == len(reference)
     expected: list[tuple[int, float]] = []
@@ -224,11 +239,18 @@ def test_every_sampled_token_is_trained_once_and_nothing_else(turns: list[Turn],
         for number, position in enumerate(positions):
             if _trains(turns, positions, number):
                 expected += zip(turns[position].response_ids, turns[position].logprobs or [])
-    got = [(token, logprob) for sample in whole for token, logprob, on in zip(sample.ids, sample.logprobs, sample.mask) if on]
+    got = [
+        (token, logprob)
+        for sample in whole
+        for token, logprob, on in zip(sample.ids, sample.logprobs, sample.mask)
+        if on
+    ]
     assert got == expected  # in this order, so each once
     for sample in whole:
-        assert all(on or (logprob == 0 and version == -1)
-                   for on, logprob, version in zip(sample.mask, sample.logprobs, sample.versions))
+        assert all(
+            on or (logprob == 0 and version == -1)
+            for on, logprob, version in zip(sample.mask, sample.logprobs, sample.versions)
+        )
     cut, cut_counts = assemble(turns, limit)
     assert all(limit is None or len(sample.ids) <= limit for sample in cut)
     assert sum(sample.trained_tokens for sample in cut) + cut_counts["cut_tokens"] == len(expected)
@@ -273,13 +295,47 @@ def test_a_thousand_rows_that_differ_late_stay_fast() -> None:
 
 
 def test_a_rollout_from_the_gateways_records() -> None:
-    record = {"id": "train.3.1", "group": "train.3", "index": 1, "kind": "train", "task_id": "t", "status": "succeeded",
-              "reason": "", "reward": 1.0, "metrics": None, "truncated": 0, "attempts": 2, "turns": 1, "exit_status": 0, "seq": 9,
-              "started_at": 1.0, "finished_at": 2.0, "calls": 1, "sampled_tokens": 2}
-    turns = [{"index": 0, "prompt_ids": P1, "response_ids": R1, "logprobs": [-1, -2], "versions": [3, 5], "messages": [],
-              "finish_reason": "stop", "status": "ok", "error": None}]
+    record = {
+        "id": "train.3.1",
+        "group": "train.3",
+        "index": 1,
+        "kind": "train",
+        "task_id": "t",
+        "status": "succeeded",
+        "reason": "",
+        "reward": 1.0,
+        "metrics": None,
+        "truncated": 0,
+        "attempts": 2,
+        "turns": 1,
+        "exit_status": 0,
+        "seq": 9,
+        "started_at": 1.0,
+        "finished_at": 2.0,
+        "calls": 1,
+        "sampled_tokens": 2,
+    }
+    turns = [
+        {
+            "index": 0,
+            "prompt_ids": P1,
+            "response_ids": R1,
+            "logprobs": [-1, -2],
+            "versions": [3, 5],
+            "messages": [],
+            "finish_reason": "stop",
+            "status": "ok",
+            "error": None,
+        }
+    ]
     rollout = Rollout.from_record(record, turns)
-    assert (rollout.group, rollout.reward, rollout.attempts, rollout.truncated, rollout.metrics) == ("train.3", 1.0, 2, False, {})
+    assert (rollout.group, rollout.reward, rollout.attempts, rollout.truncated, rollout.metrics) == (
+        "train.3",
+        1.0,
+        2,
+        False,
+        {},
+    )
     assert rollout.version_span() == (3, 5) and trained(assemble(rollout.turns)[0]) == [R1]
     assert Rollout.from_record(record, []).version_span() is None
 
