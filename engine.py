@@ -44,6 +44,7 @@ import orjson
 import torch
 import tyro
 import uvicorn
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
@@ -359,7 +360,10 @@ class Model:
         """Replaces the weights in place by those of the safetensors files in `path`; checks all before it writes any."""
         if self.discarded:
             raise Refused("the weights are asleep: POST /wake_up?tags=weights first", 409)
-        given = {name: tensor for file in sorted(Path(path).glob("*.safetensors")) for name, tensor in load_file(file).items()}
+        try:
+            given = {name: t for file in sorted(Path(path).glob("*.safetensors")) for name, t in load_file(file).items()}
+        except (OSError, SafetensorError) as error:
+            raise Refused(f"weights_path={path!r} cannot be read: {error}") from error
         target = self.model.state_dict(keep_vars=True)  # tied weights: two names, one tensor
         filled = {id(target[name]) for name in given if name in target}
         problems = {"missing": [name for name, tensor in target.items() if id(tensor) not in filled],
@@ -433,7 +437,8 @@ class Engine:
             try:
                 future.set_result(function(*arguments))
             except Exception as error:  # boundary: one control call; its route reports it
-                future.set_exception(error)
+                sys.excepthook(*sys.exc_info()) if not isinstance(error, Refused) else None
+                future.set_exception(error if isinstance(error, Refused) else Refused(f"{function.__name__}: {error!r}", 500))
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -494,6 +499,7 @@ class Engine:
             coming.update(blocks[known:])
             request.row = len(self.running)
             self.running.append(request)
+            self.model.grow(len(self.running), len(request.ids))
             if known:
                 self.copy_prefix(self.blocks[blocks[known - 1]], request, known * BLOCK)
             self.counts["prompt_tokens"] += len(request.ids)
@@ -503,7 +509,6 @@ class Engine:
     def copy_prefix(self, source: Request, request: Request, length: int) -> None:
         if source.ids[:length] != request.ids[:length]:
             return  # two prefixes of one hash
-        self.model.grow(len(self.running), len(request.ids))
         kept = source.saved if source.row < 0 else self.model.kv[:, :, source.row]
         self.model.kv[:, :, request.row, :, :length] = kept[:, :, :, :length]
         self.computed(request, length)

@@ -378,7 +378,8 @@ class Run:
     def collect(self, step: int, training: bool) -> tuple[list[Group], str]:
         """Polls until there are groups to train and no evaluation runs (`training` false: only the latter)."""
         while True:
-            groups, why = self.scheduler.ready_to_update(time.monotonic()) if training else ([], "the last evaluation")
+            groups, why = self.scheduler.ready_to_update(time.monotonic())  # ends what is overdue, too
+            groups, why = (groups, why) if training else ([], "the last evaluation")
             if groups or not training and not self.scheduler.evaluating:
                 return groups, why
             if self.scheduler.stop_reason() and not self.scheduler.evaluating:

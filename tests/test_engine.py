@@ -417,8 +417,9 @@ def test_a_thousand_queued_and_pause_answers(ours: Client) -> None:
             started = time.monotonic()
             async with session.get("/load"):
                 state = time.monotonic() - started
-            async with session.post("/pause?mode=abort"):
-                pause = time.monotonic() - started
+            async with session.post("/pause?mode=abort") as reply:
+                pause = time.monotonic() - started - state
+                assert reply.status == 200
             return state, pause, await asyncio.gather(*tasks)
 
     state, pause, reasons = asyncio.run(run())
@@ -490,12 +491,12 @@ def test_refused_weights_change_nothing(ours: Client, tiny: Path, tmp_path: Path
         return ours.post("/collective_rpc", body, 400)["error"]["message"]
 
     good = load_file(tiny / "model.safetensors")
-    assert "no *.safetensors" in reload(None)
+    assert "missing" in reload(None)
     assert "norm.weight" in reload({n: t * 0 for n, t in good.items() if n != "model.norm.weight"})
     assert "of another shape" in reload({n: t[:1].clone() if n == "model.norm.weight" else t * 0 for n, t in good.items()})
     assert "unknown" in reload({n: t * 0 for n, t in good.items()} | {"extra": torch.ones(1)})
     (tmp_path / "model.safetensors").write_bytes(b"garbage")
-    assert "safetensors" in reload(None)
+    assert "cannot be read" in reload(None)
     assert ours.gap(prompt_of(30), ours.generate(prompt_of(30), max_tokens=5)) < 1e-4
 
 

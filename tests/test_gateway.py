@@ -215,9 +215,11 @@ def process(tmp_path: Path, engine: ScriptedEngine) -> Iterator[Server]:
     server.kill()
 
 
+HTTP = httpx.Client(trust_env=False, limits=httpx.Limits(max_connections=None))  # one for all: making one costs 0.1 s
+
+
 def sdk(server: Server, key: str, **settings: Any) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, http_client=httpx.Client(trust_env=False),
-                         **{"max_retries": 0, **settings})
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, http_client=HTTP, **{"max_retries": 0, **settings})
 
 
 def ask(client: openai.OpenAI, *messages: Any, **settings: Any) -> Any:
@@ -463,13 +465,13 @@ def test_an_aborted_generation_goes_on_after_the_resume(server: Server, engine: 
 
 def test_200_held_calls_and_pause_still_answers(server: Server) -> None:
     rollouts = server.run("g", n=50)
-    server.post("/pause", lease=60)
+    server.post("/pause", lease=600)
     with ThreadPoolExecutor(200) as pool:
         jobs = [pool.submit(ask, sdk(server, rollout["agent_key"])) for rollout in rollouts for _ in range(4)]
         server.wait(held=200, in_flight=0)
         for path in ("/pause", "/lease"):
             start = time.monotonic()
-            server.post(path, lease=60)
+            server.post(path, lease=600)
             server.get("/state")
             assert time.monotonic() - start < 1
         time.sleep(0.5)
