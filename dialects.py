@@ -4,7 +4,7 @@ Chat completions only, so far. Completions, responses and Anthropic messages get
 `*_stream` and `*_error` here; the gateway sees one chat request and one chat completion whatever the dialect.
 
     harness body --chat_request--> checked chat request -> gateway -> chat completion --chat_stream--> SSE events
-Pure functions: no I/O, no state. User input that is wrong raises ValueError with a message for the harness.
+Pure functions: no I/O, no state. User input that is wrong raises ApiError with a message for the harness.
 """
 
 from collections.abc import Iterator
@@ -16,40 +16,48 @@ ERROR_TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "
                404: "not_found_error", 409: "conflict_error", 413: "request_too_large", 429: "rate_limit_error"}
 
 
-def chat_error(status: int, message: str, code: str | None = None) -> dict[str, Any]:
-    kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+class ApiError(Exception):
+    """What a client is told, in its own dialect. `status` >= 500: the machinery's fault, never the harness's."""
+
+    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code = status, message, code
+
+
+def chat_error(error: ApiError) -> dict[str, Any]:
+    kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+    return {"error": {"message": error.message, "type": kind, "param": None, "code": error.code}}
 
 
 def chat_request(body: dict[str, Any]) -> dict[str, Any]:
     """The body itself, checked where the engine's own message would be unclear, late, or a crash."""
     messages, tools = body.get("messages"), body.get("tools")
     if not isinstance(messages, list) or not messages:
-        raise ValueError("'messages' must be a non-empty list")
+        raise ApiError(400, "'messages' must be a non-empty list")
     for at, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ValueError(f"messages[{at}] must be an object with a string 'role'")
+            raise ApiError(400, f"messages[{at}] must be an object with a string 'role'")
         content = message.get("content")
         if content is not None and not isinstance(content, str | list):
-            raise ValueError(f"messages[{at}].content must be a string, a list of parts or null")
+            raise ApiError(400, f"messages[{at}].content must be a string, a list of parts or null")
         for part in content if isinstance(content, list) else ():
             kind = part.get("type") if isinstance(part, dict) else None
             if kind not in ("text", "refusal"):
-                raise ValueError(f"messages[{at}].content: only text parts are supported, not {kind!r}: "
+                raise ApiError(400, f"messages[{at}].content: only text parts are supported, not {kind!r}: "
                                  "this model reads no images, audio or files")
             if not isinstance(part.get(kind), str):
-                raise ValueError(f"messages[{at}].content: a {kind} part needs a string {kind!r}")
+                raise ApiError(400, f"messages[{at}].content: a {kind} part needs a string {kind!r}")
     if body.get("n") not in (None, 1):
-        raise ValueError(f"n={body['n']!r} is not supported: send n parallel requests instead, each is its own sample")
+        raise ApiError(400, f"n={body['n']!r} is not supported: send parallel requests, each is a sample of its own")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise ValueError("'tools' must be a list of objects")
+        raise ApiError(400, "'tools' must be a list of objects")
     if not isinstance(body.get("stream"), bool | None):
-        raise ValueError("'stream' must be a boolean")
+        raise ApiError(400, "'stream' must be a boolean")
     if not isinstance(body.get("stream_options"), dict | None):
-        raise ValueError("'stream_options' must be an object")
+        raise ApiError(400, "'stream_options' must be an object")
     for name in ("max_completion_tokens", "max_tokens"):
         if body.get(name) is not None and (type(body[name]) is not int or body[name] < 1):
-            raise ValueError(f"{name!r} must be a positive integer")
+            raise ApiError(400, f"{name!r} must be a positive integer")
     return body
 
 

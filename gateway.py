@@ -6,8 +6,8 @@
             ids, wait at it too, and go on from those ids after /resume. The harness sees one slow reply.
     trainer <--GET /finished (long poll)-- rollouts in the order in which they ended
 
-One process, one event loop, one SQLite connection (WAL), which is the state: in memory besides it are the open calls and
-a cache. What is written is committed before the next `await`, so a transaction is what happens between two of them,
+One process, one event loop, one SQLite connection (WAL), which is the state: in memory besides it are the open calls
+and a cache. What is written is committed before the next `await`, so a transaction is what happens between two of them,
 and before the reply that depends on it: `kill -9` loses nothing that was acknowledged (synchronous=NORMAL: a power cut
 may take the last moments, never half of one). What a killed gateway was sampling is gone with its connections;
 harnesses retry.
@@ -21,6 +21,7 @@ It makes runs/demo/{gateway.sqlite,secret} where they are missing. Its log is JS
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import hmac
 import os
@@ -28,6 +29,7 @@ import re
 import socket
 import sqlite3
 import sys
+import threading
 import time
 import traceback
 import zlib
@@ -49,36 +51,37 @@ from starlette.routing import Route
 
 import dialects
 from config import make_key, read_secret
+from dialects import ApiError
 
 JSON = dict[str, Any]
 Send = Callable[[Any], Awaitable[None]]
-MAX_BRANCHES = 64  # cached token sequences of one attempt; what continues an older one is only stored less compactly
+MAX_BRANCHES = 8  # cached token sequences of one attempt; what continues an older one is only stored less compactly
 MAX_EVENT = 256 * 1024  # bytes
 STREAM_ABOVE = 256  # plain calls for more tokens than this stream from the engine, so that its death loses few
 STATUS_FAULT_SECONDS = 10.0  # how long an engine that answers 5xx is asked again; one that is gone: `engine_retry`
 STRAGGLER_SECONDS = 5.0  # after a pause, a request that reached the engine behind the engine's own pause is taken back
 DROPPED = ("logit_bias", "response_format", "stop", "logprobs", "top_logprobs", "structured_outputs", "guided_json")
 OVERFLOW = re.compile(r"maximum (context|model) length|context length|max_model_len", re.IGNORECASE)
+# turns.ids: int32, prompt and response without the first `shared`, which are those of turn `parent`; logprobs: float64
+# messages: a message and (`before`) the conversation before it, addressed by the hash of both
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS groups(name TEXT PRIMARY KEY, body BLOB);
-CREATE TABLE IF NOT EXISTS rollouts(id TEXT PRIMARY KEY, "group" TEXT, "index" INT, kind TEXT, status TEXT DEFAULT 'queued',
-    attempts INT DEFAULT 0, controller TEXT, agent_over INT DEFAULT 0, exit_status INT, machinery TEXT, reason TEXT DEFAULT '',
-    reward REAL, metrics TEXT DEFAULT '{}', truncated INT DEFAULT 0, turns INT DEFAULT 0, calls INT DEFAULT 0,
-    sampled_tokens INT DEFAULT 0, seq INT UNIQUE, started_at REAL, finished_at REAL);
+CREATE TABLE IF NOT EXISTS rollouts(id TEXT PRIMARY KEY, "group" TEXT, "index" INT, kind TEXT,
+    status TEXT DEFAULT 'queued', attempts INT DEFAULT 0, controller TEXT, agent_over INT DEFAULT 0, exit_status INT,
+    machinery TEXT, reason TEXT DEFAULT '', reward REAL, metrics TEXT DEFAULT '{}', truncated INT DEFAULT 0,
+    turns INT DEFAULT 0, calls INT DEFAULT 0, sampled_tokens INT DEFAULT 0, seq INT UNIQUE, started_at REAL,
+    finished_at REAL);
 CREATE INDEX IF NOT EXISTS rollouts_status ON rollouts(status);
 CREATE INDEX IF NOT EXISTS rollouts_group ON rollouts("group");
--- ids: int32, prompt and response without the first `shared`, which are those of turn `parent`; logprobs: float64
 CREATE TABLE IF NOT EXISTS turns(rollout TEXT, attempt INT, "index" INT, parent INT, shared INT, prompt INT, ids BLOB,
-    logprobs BLOB, versions BLOB, finish_reason TEXT, request BLOB, reply BLOB, status TEXT, error TEXT, started_at REAL,
-    finished_at REAL, PRIMARY KEY(rollout, attempt, "index"));
--- a message and the conversation before it, addressed by the hash of both
+    logprobs BLOB, versions BLOB, finish_reason TEXT, request BLOB, reply BLOB, status TEXT, error TEXT,
+    started_at REAL, finished_at REAL, PRIMARY KEY(rollout, attempt, "index"));
 CREATE TABLE IF NOT EXISTS messages(hash BLOB PRIMARY KEY, before BLOB, data BLOB);
 CREATE TABLE IF NOT EXISTS events(rollout TEXT, attempt INT, kind TEXT, data BLOB, at REAL);
 CREATE TABLE IF NOT EXISTS steps(step INT PRIMARY KEY, data BLOB);
 CREATE TABLE IF NOT EXISTS counts(name TEXT PRIMARY KEY, n INT);
 CREATE TABLE IF NOT EXISTS hold(one INT PRIMARY KEY, data BLOB);
 """
-ROLLOUT = 'SELECT rollouts.rowid, * FROM rollouts JOIN groups ON "group" = name'
 FRESH = {"controller": None, "agent_over": 0, "exit_status": None, "machinery": None, "reward": None, "metrics": "{}",
          "truncated": 0, "turns": 0, "calls": 0, "sampled_tokens": 0}  # a rollout before its next attempt
 
@@ -91,7 +94,7 @@ class GatewaySettings:
     engine_url: str  # Engine that speaks vLLM's routes, e.g. http://127.0.0.1:8000
     port: int = 0  # Port to listen on. 0: a free one, which the first log line tells.
     host: str = "127.0.0.1"  # Address to listen on.
-    secret_file: Path | None = None  # The run's secret, which all keys are made from. None: RUN_DIR/secret, made if missing.
+    secret_file: Path | None = None  # What all keys are made from. None: RUN_DIR/secret, made if missing.
     engine_key_file: Path | None = None  # File with the engine's bearer key.
     engine_retry: float = 60.0  # Seconds for which a call waits for an engine that is gone before it gets 503.
     max_open_calls: int = 64  # Open model calls of one rollout; more get 429.
@@ -151,8 +154,8 @@ class Claim(Body):
 class AgentDone(Body):
     attempt: int
     exit_status: Int | None = None
-    reason: str | None = None
-    output: str | None = None
+    reason: str = ""
+    output: str = ""
 
 
 class Report(Body):
@@ -196,14 +199,6 @@ class Query(BaseModel):
 
 
 # ---- errors, keys, ids
-
-
-class ApiError(Exception):
-    """What a client is told. `status` >= 500: the machinery's fault, never the harness's."""
-
-    def __init__(self, status: int, message: str, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.message, self.code = status, message, code
 
 
 class EngineFault(Exception):
@@ -277,6 +272,17 @@ class Call:
     started_at: float = field(default_factory=time.time)
     index: int | None = None  # of the logged turn
     task: "asyncio.Task[JSON] | None" = None
+    begun: bool = False  # some of the reply's stream is sent
+
+    @property
+    def stream(self) -> bool:
+        return bool(self.body.get("stream"))
+
+    @property
+    def head(self) -> JSON:
+        """What a completion and each chunk of its stream begin with."""
+        model = str(self.body.get("model") or self.model)
+        return {"id": f"chatcmpl-{self.name}", "created": int(self.started_at), "model": model}
 
     def continuation(self) -> JSON:
         """The engine request that goes on from the prompt and the ids kept so far."""
@@ -285,7 +291,7 @@ class Call:
         if "seed" in sampling:
             sampling["seed"] += self.part
         return {"model": self.model, "token_ids": self.prompt_ids + self.ids,
-                "stream": bool(self.body.get("stream")) or self.max_tokens > STREAM_ABOVE,
+                "stream": self.stream or self.max_tokens > STREAM_ABOVE,
                 "sampling_params": {**sampling, "max_tokens": self.max_tokens - self.part, "logprobs": 0}}
 
     async def receive(self, response: aiohttp.ClientResponse, version: int) -> None:
@@ -338,8 +344,8 @@ class Engine:
         return self.hold["before"] + (max(0.0, end - self.hold["since"]) if self.hold["paused"] else 0.0)
 
     def set_hold(self, paused: bool, lease: float, version: int) -> JSON:
-        now = time.time()
-        hold = {"paused": paused, "version": version, "lease_until": now + lease, "since": now, "before": self.held_seconds()}
+        now, before = time.time(), self.held_seconds()
+        hold = {"paused": paused, "version": version, "lease_until": now + lease, "since": now, "before": before}
         self.db.execute("INSERT OR REPLACE INTO hold VALUES(1, ?)", (orjson.dumps(hold),))
         self.db.commit()
         if paused and not self.hold["paused"]:
@@ -357,7 +363,7 @@ class Engine:
                 limit.reschedule(0)
 
     async def gate(self) -> bool:
-        """Returns when not paused, and whether it waited. It does not give way first: what follows at once is not paused."""
+        """Returns when not paused: whether it waited. If not, it gave no way: what follows at once is not paused."""
         waited = False
         while self.hold["paused"]:
             left, waited = self.hold["lease_until"] - time.time(), True
@@ -377,8 +383,8 @@ class Engine:
         return self.model
 
     async def ask(self, path: str, body: JSON | None = None, gated: bool = True, call: Call | None = None) -> Any:
-        """The JSON of the first answer that is a result; with a `call`, it receives the answer, and each try continues
-        it. A try that brought tokens, or was held, starts the patience anew. ApiError: 400 the engine's, 503 no engine."""
+        """The JSON of the first answer that is a result. A `call` receives its answer itself; each try continues it.
+        A try that brought tokens, or was held, starts the patience anew. ApiError: 400 the engine's, 503 no engine."""
         tries, since, kept = 0, 0.0, 0
         while True:
             if (gated or tries) and await self.gate():
@@ -407,7 +413,7 @@ class Engine:
                 tries, since, kept = 0, time.monotonic(), len(call.ids) if call else 0
             gone = isinstance(fault, aiohttp.ClientError | OSError)
             if time.monotonic() - since >= (self.patience if gone else min(self.patience, STATUS_FAULT_SECONDS)):
-                raise ApiError(503, f"engine {self.url}{path} failed until patience ended: {fault!r}", "engine_unavailable")
+                raise ApiError(503, f"engine {self.url}{path} kept failing: {fault!r}", "engine_unavailable")
             if tries == 1:
                 log("engine_retry", path=path, error=repr(fault))
             await asyncio.sleep(min(1.0, 0.05 * 2**tries) if tries else 0)  # at first at once: a stale idle socket
@@ -446,11 +452,14 @@ class Gateway:
         assignments = ", ".join(f"{column} = ?" for column in columns)
         self.db.execute(f"UPDATE rollouts SET {assignments} WHERE id = ?", (*columns.values(), rollout))
 
+    def rollouts(self, where: str, *values: Any) -> list[sqlite3.Row]:
+        sql = f'SELECT rollouts.rowid, * FROM rollouts JOIN groups ON "group" = name WHERE {where}'
+        return self.db.execute(sql, values).fetchall()
+
     def rollout(self, rollout: str) -> sqlite3.Row:
-        row = self.db.execute(f"{ROLLOUT} WHERE id = ?", (rollout,)).fetchone()
-        if row is None:
+        if not (rows := self.rollouts("id = ?", rollout)):
             raise ApiError(404, f"no rollout {rollout[:100]!r}", "not_found")
-        return row
+        return rows[0]
 
     # ---- requests
 
@@ -466,7 +475,7 @@ class Gateway:
             row = self.rollout(who.rollout)
             alive = row["status"] == "running" and row["attempts"] == who.attempt
             if not alive or (who.scope == "agent" and row["agent_over"]):
-                raise ApiError(401, f"this key has expired: attempt {who.attempt} of {who.rollout} is over", "key_expired")
+                raise ApiError(401, f"expired key: attempt {who.attempt} of {who.rollout} is over", "key_expired")
             if request.path_params.get("id", who.rollout) != who.rollout:
                 raise ApiError(403, "this key belongs to another rollout", "wrong_rollout")
         return who
@@ -528,7 +537,7 @@ class Gateway:
 
     async def claim(self, request: Request, body: Claim) -> JSON:
         def take() -> list[JSON]:
-            rows = self.db.execute(f"{ROLLOUT} WHERE status = 'queued' ORDER BY rollouts.rowid LIMIT ?", (body.max,)).fetchall()
+            rows = self.rollouts("status = 'queued' ORDER BY rollouts.rowid LIMIT ?", body.max)
             for row in rows:
                 self.set(row["id"], status="running", attempts=row["attempts"] + 1, controller=body.controller,
                          started_at=time.time())
@@ -536,7 +545,7 @@ class Gateway:
         return {"rollouts": await self.poll(request, body.wait, take), "held_seconds": self.engine.held_seconds()}
 
     async def adopt(self, request: Request, body: Claim) -> JSON:
-        rows = self.db.execute(f"{ROLLOUT} WHERE status = 'running' AND controller = ?", (body.controller,)).fetchall()
+        rows = self.rollouts("status = 'running' AND controller = ?", body.controller)
         return {"rollouts": [self.assignment(row) for row in rows], "held_seconds": self.engine.held_seconds()}
 
     async def close_calls(self, rollout: str, attempt: int) -> None:
@@ -552,14 +561,14 @@ class Gateway:
         """The rollout, if `attempt` is the one that runs: late reports change nothing."""
         row = self.rollout(request.path_params["id"])
         if attempt != row["attempts"] or row["status"] != "running":
-            raise ApiError(409, f"{row['id']} is {row['status']} in attempt {row['attempts']}, and this is about attempt "
-                                f"{attempt}", "stale_attempt")
+            raise ApiError(409, f"attempt {attempt} of {row['id']} is over: it is {row['status']} in attempt "
+                                f"{row['attempts']}", "stale_attempt")
         return row
 
     async def agent_done(self, request: Request, body: AgentDone) -> JSON:
         row = self.current(request, body.attempt)
         self.set(row["id"], exit_status=body.exit_status)
-        self.event(row["id"], body.attempt, "agent_done", {"reason": body.reason, "output": (body.output or "")[-4096:]})
+        self.event(row["id"], body.attempt, "agent_done", {"reason": body.reason, "output": body.output[-4096:]})
         await self.close_calls(row["id"], body.attempt)
         return {"ok": True}
 
@@ -591,7 +600,7 @@ class Gateway:
         if row["reward"] is None and row["status"] == "running":
             self.set(row["id"], reward=body.reward, metrics=orjson.dumps(body.metrics))
         elif row["reward"] != body.reward:
-            raise ApiError(409, f"{row['id']} is {row['status']} with reward {row['reward']}: it takes no other", "conflict")
+            raise ApiError(409, f"{row['id']} is {row['status']}, reward {row['reward']}: it takes none", "conflict")
         return {"reward": body.reward}
 
     async def events(self, request: Request, body: Event) -> JSON:
@@ -612,15 +621,16 @@ class Gateway:
 
     async def select(self, request: Request, query: Query) -> JSON:
         wanted = query.model_dump(include={"status", "group", "kind"}, exclude_none=True)
-        where = "".join(f' AND "{column}" = ?' for column in wanted)
-        rows = self.db.execute(f"{ROLLOUT} WHERE rollouts.rowid > ?{where} ORDER BY rollouts.rowid LIMIT ?",
-                               (query.after, *wanted.values(), query.limit)).fetchall()
-        return {"rollouts": [self.record(row) for row in rows], "next": rows[-1]["rowid"] if len(rows) == query.limit else None}
+        where = " AND ".join(["rollouts.rowid > ?", *(f'"{column}" = ?' for column in wanted)])
+        rows = self.rollouts(f"{where} ORDER BY rollouts.rowid LIMIT ?", query.after, *wanted.values(), query.limit)
+        more = rows[-1]["rowid"] if len(rows) == query.limit else None
+        return {"rollouts": [self.record(row) for row in rows], "next": more}
 
     async def finished(self, request: Request, query: Query) -> JSON:
-        rows = await self.poll(request, query.wait, lambda: self.db.execute(
-            f"{ROLLOUT} WHERE seq > ? ORDER BY seq LIMIT ?", (query.after, query.limit)).fetchall())
-        return {"rollouts": [self.record(row) for row in rows], "seq": rows[-1]["seq"] if rows else max(query.after, 0)}
+        rows = await self.poll(request, query.wait, lambda: self.rollouts(
+            "seq > ? ORDER BY seq LIMIT ?", query.after, query.limit))
+        seq = rows[-1]["seq"] if rows else max(query.after, 0)
+        return {"rollouts": [self.record(row) for row in rows], "seq": seq}
 
     # ---- hold, state
 
@@ -669,8 +679,8 @@ class Gateway:
         messages = []
         while address:
             if address not in seen:
-                before, data = self.db.execute("SELECT before, data FROM messages WHERE hash = ?", (address,)).fetchone()
-                seen[address] = (before, orjson.loads(zlib.decompress(data)))
+                row = self.db.execute("SELECT before, data FROM messages WHERE hash = ?", (address,)).fetchone()
+                seen[address] = (row["before"], orjson.loads(zlib.decompress(row["data"])))
             address, message = seen[address]
             messages.append(message)
         return messages[::-1]
@@ -678,8 +688,8 @@ class Gateway:
     def sequences(self, rollout: str, attempt: int, upto: int = 2**31) -> Iterator[tuple[sqlite3.Row, bytes]]:
         """Each logged turn with its prompt and response ids."""
         whole: dict[int, bytes] = {}
-        for turn in self.db.execute('SELECT * FROM turns WHERE rollout = ? AND attempt = ? AND "index" <= ? ORDER BY "index"',
-                                    (rollout, attempt, upto)).fetchall():
+        sql = 'SELECT * FROM turns WHERE rollout = ? AND attempt = ? AND "index" <= ? ORDER BY "index"'
+        for turn in self.db.execute(sql, (rollout, attempt, upto)).fetchall():
             ids = whole[turn["index"]] = whole.get(turn["parent"], b"")[: 4 * turn["shared"]] + turn["ids"]
             yield turn, ids
 
@@ -692,7 +702,8 @@ class Gateway:
             page.append({"prompt_ids": array("i", ids[: 4 * turn["prompt"]]).tolist(),
                          "response_ids": array("i", ids[4 * turn["prompt"] :]).tolist(),
                          "logprobs": None if turn["logprobs"] is None else array("d", turn["logprobs"]).tolist(),
-                         "versions": orjson.loads(zlib.decompress(turn["versions"])), "delivered": turn["status"] == "ok",
+                         "versions": orjson.loads(zlib.decompress(turn["versions"])),
+                         "delivered": turn["status"] == "ok",
                          **{key: turn[key] for key in ("index", "finish_reason", "status", "error")}})
             if query.messages:
                 messages, reply = self.recall(turn["request"], seen), self.recall(turn["reply"], seen)
@@ -701,14 +712,14 @@ class Gateway:
         return {"turns": page, "next": page[-1]["index"] if len(page) == query.limit else None}
 
     def log_turn(self, call: Call, status: str, message: JSON | None = None, error: str | None = None) -> None:
-        """Returns when the turn is durable. A call that sampled nothing leaves no turn; of a turn that is logged already
-        only the status changes."""
+        """The turn is durable when this returns. A call that sampled nothing leaves no turn; of a turn that is logged
+        already only the status changes."""
         key = (call.rollout, call.attempt)
         with self.db:
             self.count(f"call_{status}")
             if call.index is not None or not call.ids:
-                self.db.execute('UPDATE turns SET status = ?, error = ? WHERE rollout = ? AND attempt = ? AND "index" = ?',
-                                (status, error, *key, call.index))
+                sql = 'UPDATE turns SET status = ?, error = ? WHERE rollout = ? AND attempt = ? AND "index" = ?'
+                self.db.execute(sql, (status, error, *key, call.index))
                 return
             branches = self.branches.get(key) or Branches()
             for turn, ids in self.sequences(*key) if not branches else ():
@@ -738,24 +749,22 @@ class Gateway:
         card = {"object": "model", "created": 0, "owned_by": "harnessed", **await self.engine.card()}
         return {"object": "list", "data": [card]}
 
-    async def chat(self, request: Request) -> "Reply":
+    async def chat(self, request: Request) -> Callable[..., Awaitable[None]]:
         self.identify(request, "agent")
         body = await self.body(request, self.settings.max_body)
         who = self.identify(request, "agent")  # again: the attempt may have ended while its body came
         if len(self.open.get(who[1:], ())) >= self.settings.max_open_calls:
             raise ApiError(429, f"{self.settings.max_open_calls} calls of {who.rollout} are open, the most allowed",
                            "too_many_calls")
-        try:
-            body = dialects.chat_request(body)
-        except ValueError as error:
-            raise ApiError(400, str(error)) from None
+        body = dialects.chat_request(body)
         row = self.rollout(who.rollout)
         group, name = orjson.loads(row["body"]), f"{who.rollout}-{who.attempt}-{row['calls']}"
         sampling, room = group["sampling"], group["context_limit"] or 2**31
-        limits = [room, *filter(None, (body.get("max_completion_tokens"), body.get("max_tokens"), sampling.pop("max_tokens")))]
+        limits = [body.get("max_completion_tokens"), body.get("max_tokens"), sampling.pop("max_tokens"), room]
         if sampling["seed"] is not None:  # its own for each call, or a group would be n equal rollouts
             sampling["seed"] = zlib.crc32(f"{sampling['seed']}/{name}".encode())
-        changed = [key for key in (*sampling, *DROPPED) if body.get(key) not in (None, False, sampling.get(key))]
+        changed = [key for key in sampling if body.get(key) not in (None, sampling[key])]
+        changed += [key for key in DROPPED if body.get(key)]
         if body.get("tool_choice") not in (None, "auto", "none"):
             changed.append("tool_choice")
             body["tool_choice"] = "auto"
@@ -763,10 +772,10 @@ class Gateway:
         for key in changed:
             self.count(f"override_{key}")
         self.db.commit()
-        return Reply(self, Call(*who[1:], name, body, sampling, min(limits), room))
+        return functools.partial(self.reply, Call(*who[1:], name, body, sampling, min(filter(None, limits)), room))
 
     async def run(self, call: Call) -> JSON:
-        """One call from request to logged turn: the chat completion. Cancelled when its client or its attempt is gone."""
+        """One call from request to logged turn. Cancelled when its client or its attempt is gone."""
         try:
             await self.render(call)
             while not call.finish:
@@ -796,8 +805,8 @@ class Gateway:
     async def render(self, call: Call) -> None:
         card = await self.engine.card()
         ours = {*call.sampling, *DROPPED, "stream", "stream_options", "n", "max_completion_tokens"}
-        body = {key: value for key, value in call.body.items() if key not in ours} | {"model": card["id"], "max_tokens": 1}
-        rendered = await self.engine.ask("/v1/chat/completions/render", body)
+        body = {key: value for key, value in call.body.items() if key not in ours}
+        rendered = await self.engine.ask("/v1/chat/completions/render", {**body, "model": card["id"], "max_tokens": 1})
         limit = min(call.room, card.get("max_model_len") or 2**31)
         call.prompt_ids, call.model = rendered["token_ids"], card["id"]
         call.room = limit - len(call.prompt_ids)
@@ -814,75 +823,70 @@ class Gateway:
         if ids:
             choice = {"index": 0, "token_ids": ids, "finish_reason": call.finish, "logprobs": None}
             ours = ("stream", "stream_options", "n", *DROPPED)
+            chat = {key: value for key, value in call.body.items() if key not in ours}
             reply = await self.engine.ask("/v1/chat/completions/derender", {
                 "model": call.model, "generate_response": {"request_id": call.name, "choices": [choice]},
-                "prompt_tokens": len(call.prompt_ids), "prompt_token_ids": call.prompt_ids, "chat_request": {
-                    **{key: value for key, value in call.body.items() if key not in ours}, "model": call.model}}, gated=False)
+                "prompt_tokens": len(call.prompt_ids), "prompt_token_ids": call.prompt_ids,
+                "chat_request": {**chat, "model": call.model}}, gated=False)
             message = {key: value for key, value in reply["choices"][0]["message"].items() if value not in (None, [])}
         finish = "tool_calls" if message.get("tool_calls") and call.finish == "stop" else call.finish
-        usage = {"prompt_tokens": len(call.prompt_ids), "completion_tokens": len(call.ids),
-                 "total_tokens": len(call.prompt_ids) + len(call.ids)}
-        return {"object": "chat.completion", "usage": usage, "choices": [{
-            "index": 0, "message": {"role": "assistant", "content": None, **message}, "logprobs": None, "finish_reason": finish}]}
+        prompt, sampled = len(call.prompt_ids), len(call.ids)
+        choice = {"index": 0, "logprobs": None, "finish_reason": finish,
+                  "message": {"role": "assistant", "content": None, **message}}
+        return {**call.head, "object": "chat.completion", "choices": [choice], "usage": {
+            "prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}}
 
-
-class Reply:
-    """Sends a call's reply, or its error, and ends the call if its client leaves. An ASGI application."""
-
-    def __init__(self, gateway: Gateway, call: Call) -> None:
-        self.gateway, self.call, self.begun = gateway, call, False
-        self.head = {"id": f"chatcmpl-{call.name}", "created": int(call.started_at), "model": str(call.body.get("model") or "")}
-
-    async def __call__(self, scope: Any, receive: Callable[[], Awaitable[Any]], send: Send) -> None:
-        gateway, call, status = self.gateway, self.call, 499
-        calls = gateway.open.setdefault((call.rollout, call.attempt), set())
+    async def reply(self, call: Call, scope: Any, receive: Callable[[], Awaitable[Any]], send: Send) -> None:
+        """Runs the call and sends its reply, or its error; ends the call if its client leaves. An ASGI application."""
+        status, calls = 499, self.open.setdefault((call.rollout, call.attempt), set())
         calls.add(call)
-        call.task, gone = asyncio.ensure_future(gateway.run(call)), asyncio.ensure_future(receive())
+        call.task, gone = asyncio.ensure_future(self.run(call)), asyncio.ensure_future(receive())
         both = {call.task, gone}
         try:
             while not (call.task.done() or gone.done()):
-                await asyncio.wait(both, timeout=gateway.settings.keepalive, return_when=asyncio.FIRST_COMPLETED)
-                if call.body.get("stream") and not (call.task.done() or gone.done()):
-                    await self.send_event(send, dialects.chat_chunk(self.head, {"content": ""}))
+                await asyncio.wait(both, timeout=self.settings.keepalive, return_when=asyncio.FIRST_COMPLETED)
+                if call.stream and not (call.task.done() or gone.done()):
+                    await send_event(call, send, dialects.chat_chunk(call.head, {"content": ""}))
             if not gone.done():
-                status = await self.finish(scope, receive, send)
+                status = await send_result(call, scope, receive, send)
             elif call.index is not None:
-                gateway.log_turn(call, "aborted", error="the client left before its reply")
+                self.log_turn(call, "aborted", error="the client left before its reply")
         finally:  # also when the server ends this task
             gone.cancel()
             call.task.cancel()
             await asyncio.wait({call.task})
             calls.discard(call)
             if not calls:
-                gateway.open.pop((call.rollout, call.attempt), None)
-            log("call", name=call.name, turn=call.index, status=status, prompt=len(call.prompt_ids), sampled=len(call.ids),
-                finish=call.finish, ms=round(1000 * (time.time() - call.started_at), 1))
+                self.open.pop((call.rollout, call.attempt), None)
+            log("call", name=call.name, turn=call.index, status=status, prompt=len(call.prompt_ids),
+                sampled=len(call.ids), finish=call.finish, ms=round(1000 * (time.time() - call.started_at), 1))
 
-    async def send_event(self, send: Send, body: bytes, more: bool = True) -> None:
-        if not self.begun:
-            headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            body = dialects.chat_chunk(self.head, {"role": "assistant", "content": ""}) + body
-        self.begun = True
-        await send({"type": "http.response.body", "body": body, "more_body": more})
 
-    async def finish(self, scope: Any, receive: Callable[[], Awaitable[Any]], send: Send) -> int:
-        assert self.call.task
-        try:
-            completion = {**self.call.task.result(), **self.head}
-        except BaseException as error:  # boundary: one call
-            failure = as_api_error(error)
-            if self.begun:
-                await self.send_event(send, dialects.sse(failure_body(failure)), False)
-            else:
-                await error_response(failure)(scope, receive, send)
-            return failure.status
-        if self.call.body.get("stream"):
-            usage = bool((self.call.body.get("stream_options") or {}).get("include_usage"))
-            await self.send_event(send, b"".join(dialects.chat_stream(completion, usage)), False)
+async def send_event(call: Call, send: Send, body: bytes, more: bool = True) -> None:
+    if not call.begun:
+        headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        body = dialects.chat_chunk(call.head, {"role": "assistant", "content": ""}) + body
+    call.begun = True
+    await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+async def send_result(call: Call, scope: Any, receive: Callable[[], Awaitable[Any]], send: Send) -> int:
+    try:
+        completion = call.task.result()
+    except BaseException as error:  # boundary: one call
+        failure = as_api_error(error)
+        if call.begun:
+            await send_event(call, send, dialects.sse(dialects.chat_error(failure)), more=False)
         else:
-            await Response(orjson.dumps(completion), media_type="application/json")(scope, receive, send)
-        return 200
+            await error_response(failure)(scope, receive, send)
+        return failure.status
+    if call.stream:
+        usage = bool((call.body.get("stream_options") or {}).get("include_usage"))
+        await send_event(call, send, b"".join(dialects.chat_stream(completion, usage)), more=False)
+    else:
+        await Response(orjson.dumps(completion), media_type="application/json")(scope, receive, send)
+    return 200
 
 
 # ---- the application
@@ -904,20 +908,17 @@ def as_api_error(error: BaseException) -> ApiError:
     return ApiError(500, f"internal error: {type(error).__name__}", "internal_error")
 
 
-def failure_body(error: ApiError) -> JSON:
-    return dialects.chat_error(error.status, error.message, error.code)
-
-
 def error_response(error: ApiError) -> Response:
     headers = {429: {"Retry-After": "1"}, 503: {"Retry-After": "5"}}.get(error.status)
-    return Response(orjson.dumps(failure_body(error)), error.status, headers, "application/json")
+    return Response(orjson.dumps(dialects.chat_error(error)), error.status, headers, "application/json")
 
 
 def create_app(settings: GatewaySettings) -> Starlette:
     settings.run_dir.mkdir(parents=True, exist_ok=True)
     gateway = g = Gateway(settings)
 
-    def route(method: str, path: str, handler: Callable[..., Awaitable[JSON]], scopes: str, model: type[BaseModel] = Query) -> Route:
+    def route(method: str, path: str, handler: Callable[..., Awaitable[JSON]], scopes: str,
+              model: type[BaseModel] = Query) -> Route:
         async def endpoint(request: Request) -> Response:
             started, given = time.monotonic(), dict(request.query_params)
             if scopes:
@@ -936,15 +937,15 @@ def create_app(settings: GatewaySettings) -> Starlette:
         if isinstance(error, ClientDisconnect):
             return Response(status_code=499)
         failure = as_api_error(error)
-        log("request", method=request.method, path=request.url.path[:200], status=failure.status, error=failure.message[:200])
+        log("request", method=request.method, path=request.url.path[:200], status=failure.status,
+            error=failure.message[:200])
         return error_response(failure)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         # Idle sockets close before the engine's 5 s do. Proxy variables are not read: engines are near.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=5)
-        async with aiohttp.ClientSession(headers=g.engine.headers, connector=connector, timeout=timeout) as g.engine.http:
+        pool, limits = aiohttp.TCPConnector(limit=0, keepalive_timeout=4), aiohttp.ClientTimeout(None, sock_connect=5)
+        async with aiohttp.ClientSession(headers=g.engine.headers, connector=pool, timeout=limits) as g.engine.http:
             yield
         gateway.db.close()
 
@@ -961,27 +962,21 @@ def create_app(settings: GatewaySettings) -> Starlette:
         route("POST", "/rollouts/{id}/events", g.events, both, Event),
         route("POST", "/rollouts/{id}/agent_done", g.agent_done, "admin", AgentDone),
         route("POST", "/rollouts/{id}/report", g.report, "admin", Report), route("GET", "/health", g.health, "")]
-    kinds = (ApiError, HTTPException, ValidationError, ClientDisconnect, Exception)
+    kinds = (ApiError, HTTPException, ValidationError, sqlite3.Error, ClientDisconnect, Exception)
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=dict.fromkeys(kinds, failed))
     app.state.gateway = gateway
     return app
 
 
-async def serve(config: uvicorn.Config, listener: socket.socket, settings: GatewaySettings, parent: int) -> None:
-    async def watch_parent() -> None:
-        while not settings.die_with_parent or os.getppid() == parent:
-            await asyncio.sleep(0.5)
-        os._exit(0)  # as good as kill -9, by which nothing acknowledged is lost
-
-    watch = asyncio.ensure_future(watch_parent())
-    url = f"http://{settings.host}:{listener.getsockname()[1]}"
-    log("listening", url=url, run_dir=str(settings.run_dir), engine=settings.engine_url)
-    await uvicorn.Server(config).serve([listener])
-    watch.cancel()
+def die_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(0)  # as good as kill -9, by which nothing acknowledged is lost
 
 
 def main(settings: GatewaySettings) -> None:
-    parent = os.getppid()
+    if settings.die_with_parent:
+        threading.Thread(target=die_with, args=(os.getppid(),), daemon=True).start()
     listener = socket.socket(socket.AF_INET6 if ":" in settings.host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -993,10 +988,10 @@ def main(settings: GatewaySettings) -> None:
     except (OSError, OverflowError, sqlite3.Error) as error:
         print(f"gateway: cannot {problem}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    config = uvicorn.Config(app, loop="uvloop", http="httptools", log_level="critical", access_log=False, timeout_keep_alive=75,
-                            timeout_graceful_shutdown=1, server_header=False, date_header=False)
-    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-        runner.run(serve(config, listener, settings, parent))
+    config = uvicorn.Config(app, loop="uvloop", http="httptools", log_level="critical", access_log=False,
+                            timeout_keep_alive=75, timeout_graceful_shutdown=1, server_header=False, date_header=False)
+    log("listening", url=f"http://{settings.host}:{listener.getsockname()[1]}", run_dir=str(settings.run_dir))
+    uvicorn.Server(config).run(sockets=[listener])
 
 
 if __name__ == "__main__":
