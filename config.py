@@ -1,7 +1,7 @@
 """Every setting of a run, in one flat dataclass; its command line (tyro) and its checks.
 
-A recipe (`train_search.py`) subclasses `Config` with its own settings and changes defaults. The text under each field is
-its `--help`. Names say what is counted: `groups_per_step`, `rollouts_per_group`, never a bare batch size.
+A recipe (`train_search.py`) subclasses `Config` with its own settings and changes defaults. The text under each field
+is its `--help`. Names say what is counted: `groups_per_step`, `rollouts_per_group`, never a bare batch size.
 
     class MyConfig(Config): my_knob: int = 3        config = parse(MyConfig)        # errors: one line, exit status 2
 """
@@ -38,8 +38,9 @@ class Config:
 
     # --- the model
     model: str = ""
-    """A local Hugging Face directory, or a hub name (Qwen3.5-9B means Qwen/Qwen3.5-9B). Empty: with a GPU Qwen/Qwen3.5-9B,
-    without one the built-in small model, made on first use in $HARNESSED_CACHE (default ~/.cache/harnessed)."""
+    """A local Hugging Face directory, or a hub name (Qwen3.5-9B means Qwen/Qwen3.5-9B). Empty: with a GPU
+    Qwen/Qwen3.5-9B, without one the built-in small model, made on first use in $HARNESSED_CACHE (default
+    ~/.cache/harnessed)."""
     max_context_tokens: int = 2048
     """Longest prompt plus response that the engine serves and the longest row that is trained, in tokens."""
 
@@ -123,7 +124,7 @@ class Config:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the trainer and the embedded engine compute."""
     threads: int = 0
-    """CPU threads of trainer and engine each (they take turns). 0: all cores."""
+    """CPU threads of trainer and engine each (they take turns). 0: all cores; the engine one for a small model."""
     gateway_url: str = ""
     """A gateway that runs already. Empty: start one."""
     engine_url: str = ""
@@ -172,11 +173,12 @@ class Config:
                 raise ValueError(f"{flag} is {getattr(self, setting)!r}: {right}")
 
         positive = "steps groups_per_step max_running max_attempts rollout_timeout max_response_tokens lr minibatches \
-            max_grad_norm micro_batch_tokens keep_checkpoints temperature loss_horizon eval_rollouts_per_task max_staleness"
+            max_grad_norm micro_batch_tokens keep_checkpoints temperature loss_horizon eval_rollouts_per_task \
+            max_staleness"
         for setting in positive.split():
             need(getattr(self, setting) > 0, setting, "must be greater than 0")
-        for setting in "max_refills eval_every eval_tasks kl_coef lr_warmup_steps weight_decay threads checkpoint_every clip_low \
-                clip_high eval_temperature".split():
+        for setting in "max_refills eval_every eval_tasks kl_coef lr_warmup_steps weight_decay threads \
+                checkpoint_every clip_low clip_high eval_temperature".split():
             need(getattr(self, setting) >= 0, setting, "must not be negative")
         need(bool(re.fullmatch(r"[A-Za-z0-9_.-]{1,80}", self.name)) and self.name not in (".", ".."), "name",
              "use 1 to 80 letters, digits, '_', '.', '-'")
@@ -200,7 +202,7 @@ class Config:
         for setting in ("gateway_port", "engine_port"):
             need(0 <= getattr(self, setting) < 65536, setting, "must be a port number, or 0 for a free one")
         if self.model and Path(self.model).is_dir():
-            need((Path(self.model) / "config.json").is_file(), "model", "there is no config.json in it: not a Hugging Face model")
+            need((Path(self.model) / "config.json").is_file(), "model", "there is no config.json in it")
         elif self.model:
             need("/" in self.model and not self.model.startswith((".", "/", "~")), "model",
                  "there is no such directory; give a directory with config.json, or a hub name such as Qwen3.5-9B")
@@ -223,7 +225,7 @@ def read_secret(path: Path) -> str:
 
 
 def make_key(secret: str, scope: str, rollout: str = "", attempt: int = 0) -> str:
-    """The API key of (scope, rollout, attempt): says who calls, and an HMAC that it is true. Scopes: admin, agent, verifier."""
+    """The API key of (scope, rollout, attempt): who calls, with an HMAC. Scopes: admin, agent, verifier."""
     name = f"{scope}-{rollout}-{attempt}"
     return f"{name}-{hmac.new(secret.encode(), name.encode(), hashlib.sha256).hexdigest()[:32]}"
 

