@@ -51,7 +51,7 @@ def search_call(name: str, arguments: str, url: str, k: int) -> str:
 def search_agent(task: dict, workdir: Path) -> None:
     """A multi-turn search agent on the openai client; the reply without a call is the answer.
 
-    task: {"question", "search_url", "max_turns": 4, "results_per_search": 2}; `max_turns` counts model calls.
+    task: {"question", "search_url", "max_turns": 4, "results_per_search": 1}; `max_turns` counts model calls.
     """
     from openai import OpenAI  # a preloaded controller has it already
 
@@ -66,7 +66,7 @@ def search_agent(task: dict, workdir: Path) -> None:
             break
         for call in reply.tool_calls:
             content = search_call(call.function.name, call.function.arguments, task["search_url"],
-                                  task.get("results_per_search", 2))
+                                  task.get("results_per_search", 1))
             messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
     (workdir / "result").mkdir(exist_ok=True)
     (workdir / "result" / "answer.txt").write_text(answer, encoding="utf-8", errors="replace")

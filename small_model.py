@@ -4,7 +4,7 @@ It exists so that the whole loop can be run, read and tested with no GPU and no 
 Hugging Face directory: own byte-level BPE, Qwen3 architecture with tied embeddings, a chat template with tools in
 Qwen's style (Hermes JSON calls), and a warm start on scripted demonstrations that the caller provides.
 
-    names + demonstrations -> tokenizer -> repeated random tokens   copying forms (induction heads), about 20 s
+    names + demonstrations -> tokenizer -> repeated random tokens   copying sharpens (induction heads), some 10 s
                                         -> good demonstrations      copying of names it never saw, and the format
                                         -> bad demonstrations       the behaviour that reinforcement learning improves
 
@@ -77,7 +77,7 @@ CHAT_TEMPLATE = """\
 
 # Steps and sizes of the warm start; ARCHITECTURE and these are part of the cache's name.
 VOCABULARY, ROWS, LEARNING_RATE = 1024, 16, 3e-3
-PHASES = {"repeats": 400, "good": 650, "bad": 100}
+PHASES = {"repeats": 200, "good": 650, "bad": 100}
 ARCHITECTURE = dict(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
                     intermediate_size=192, max_position_embeddings=4096, tie_word_embeddings=True,
                     initializer_range=0.05, rope_parameters={"rope_type": "default", "rope_theta": 1000.0})
@@ -120,25 +120,35 @@ def repeated_tokens(rng: random.Random, vocabulary: int) -> Row:
     return ids, [index >= len(block) for index in range(len(ids))]
 
 
-def look_back(model: Qwen3ForCausalLM) -> None:
-    """Start one head of each key-value group of the first layer as one that looks one (two, ...) tokens back.
+def wire(model: Qwen3ForCausalLM) -> None:
+    """Initial weights that lean towards copying (an induction head), which else takes most of a training this short.
 
-    Copying needs such heads, and finding them takes most of a training as short as ours. A component that all
-    embeddings share makes their queries and keys constant; the rotary angle between those peaks at the wanted distance.
+    First layer: one head of each key-value group looks one (two, ...) tokens back. A component that all embeddings
+    share makes its queries and keys constant; the rotary angle between them peaks at the wanted distance. Second layer:
+    one head looks for a token whose predecessor was the current one (its queries are what the first layer makes of such
+    a predecessor, seen through its keys) and passes on what stands there. All is trained like any other weight.
     """
-    attention, size, width = model.model.layers[0].self_attn, model.config.head_dim, 4  # the fastest 4 frequencies
-    angles = model.model.rotary_emb.inv_freq[:width]
+    first, second = (model.model.layers[i].self_attn for i in (0, 1))
+    width, size, fast = model.config.hidden_size, model.config.head_dim, 4  # the fastest 4 rotary frequencies
+    angles = model.model.rotary_emb.inv_freq[:fast]
+
+    def heads(projection: torch.nn.Linear) -> torch.Tensor:  # the first head of each group: (groups, head_dim, H)
+        return projection.weight.view(model.config.num_key_value_heads, -1, size, width)[:, 0]
+
     with torch.no_grad():
         model.model.embed_tokens.weight.normal_(0.0, 0.1)[:, 0] = 1.0
-        attention.q_norm.weight.fill_(2.0)
-        attention.k_norm.weight.fill_(2.0)
-        keys = attention.k_proj.weight.view(-1, size, model.config.hidden_size)  # (key-value heads, head_dim, H)
-        queries = attention.q_proj.weight.view(len(keys), -1, size, model.config.hidden_size)[:, 0]
-        for group in range(len(keys)):
-            keys[group], queries[group] = 0.0, 0.0
-            keys[group, :width, 0] = 3.0
-            queries[group, :width, 0] = 3.0 * torch.cos(angles * (group + 1))
-            queries[group, size // 2 : size // 2 + width, 0] = -3.0 * torch.sin(angles * (group + 1))
+        first.q_norm.weight.fill_(2.0)
+        first.k_norm.weight.fill_(2.0)
+        for group, (queries, keys) in enumerate(zip(heads(first.q_proj), heads(first.k_proj))):
+            queries.zero_(), keys.zero_()
+            keys[:fast, 0] = 1.0
+            queries[:fast, 0] = torch.cos(angles * (group + 1))
+            queries[size // 2 : size // 2 + fast, 0] = -torch.sin(angles * (group + 1))
+        for projection in (first.v_proj, second.k_proj, second.v_proj):
+            heads(projection)[0, :, 0] = 0.0  # the shared component says nothing about a token
+        seen = first.o_proj.weight[:, :size] @ heads(first.v_proj)[0]  # (H, H): a predecessor in the stream
+        heads(second.q_proj)[0] = heads(second.k_proj)[0] @ seen
+        second.o_proj.weight[:, :size] = 8.0 * heads(second.v_proj)[0].T
 
 
 def rows_of_phase(phase: str, steps: int, tokenizer: PreTrainedTokenizerFast, demonstrations: Demonstrations,
@@ -198,12 +208,15 @@ def make(directory: Path, names: list[str], demonstrations: Demonstrations, tool
     bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), chat_template=CHAT_TEMPLATE)
     texts = [bare.apply_chat_template(messages, tools=tools, tokenize=False) for messages in sample]
     tokenizer = build_tokenizer(texts + [f" {name}" for name in names] * 10)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)  # on any machine: the order of sums, and so the weights, depend on it
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id,
                                              pad_token_id=tokenizer.pad_token_id, **ARCHITECTURE))
-        look_back(model)
+        wire(model)
         warm_start(model, tokenizer, demonstrations, tools, rng, report)
+    torch.set_num_threads(threads)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
@@ -217,17 +230,18 @@ def ensure(names: list[str], demonstrations: Demonstrations, tools: list[dict], 
     `demonstrations(rng, bad)` gives one conversation. What these return for a fixed seed is part of the cache's name,
     as is this file, so that a change of either makes a new model and never serves an old one.
     """
-    probe = [demonstrations(random.Random(1), bad) for bad in (False, True)] + [tools, names, seed]
-    made_from = Path(__file__).read_bytes() + json.dumps(probe, sort_keys=True).encode() + torch.__version__.encode()
+    probe = [demonstrations(random.Random(i), bad) for i in range(20) for bad in (False, True)]
+    settings = json.dumps([probe, tools, names, seed, ARCHITECTURE, PHASES, torch.__version__], sort_keys=True)
+    made_from = Path(__file__).read_bytes() + settings.encode()
     cache = Path(os.environ.get("HARNESSED_CACHE") or Path.home() / ".cache" / "harnessed")
     final = cache / f"small-{hashlib.sha256(made_from).hexdigest()[:12]}"
     if not final.exists():
         try:
             cache.mkdir(parents=True, exist_ok=True)
+            own = tempfile.TemporaryDirectory(dir=cache, prefix="making-")
         except OSError as error:
-            raise ValueError(f"HARNESSED_CACHE is {cache}: cannot be made ({error}); name a writable directory") from None
-        with tempfile.TemporaryDirectory(dir=cache, prefix="making-") as aside:
-            os.chmod(aside, 0o755)
+            raise ValueError(f"HARNESSED_CACHE is {cache}: cannot write there ({error}); name another") from None
+        with own as aside:
             make(Path(aside) / "model", names, demonstrations, tools, seed, report)
             try:
                 os.rename(Path(aside) / "model", final)

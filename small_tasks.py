@@ -27,21 +27,21 @@ ONE_HOP = [
     ("currency", "What is the currency of {}?", "country", "currency"),
     ("continent", "On which continent is {}?", "country", "continent"),
     ("capital", "What is the capital of {}?", "country", "capital"),
-    ("country", "Which country has the capital {}?", "capital", "country"),
+    ("country", "Which country's capital is {}?", "capital", "country"),
 ]
 TWO_HOPS = [
     ("currency", "What is the currency of the country whose capital is {}?"),
     ("continent", "On which continent is the country whose capital is {}?"),
 ]
 # How often a bad demonstration errs at each decision; a rollout is right only if no decision went wrong. A wrong answer
-# is a name from the question or from a document it found: copying stays intact, only what is copied is wrong.
-MISTAKES = {"guess": 0.15, "vague_query": 0.2, "stop_early": 0.3, "wrong_answer": 0.3}
+# is a name from the document it found, or the question: copying stays intact, only what is copied is wrong.
+MISTAKES = {"guess": 0.1, "vague_query": 0.15, "stop_early": 0.3, "wrong_answer": 0.3}
 
 
 def documents(place: Place) -> list[dict[str, str]]:
     """The two documents of a country, as {"title", "text"}."""
     country = f"The currency is {place['currency']} and the continent is {place['continent']}."
-    capital = f"The capital of {place['country']} is {place['capital']}."
+    capital = f"The capital is {place['capital']} and the country is {place['country']}."
     return [{"title": place["country"], "text": country}, {"title": place["capital"], "text": capital}]
 
 
@@ -103,15 +103,14 @@ def fictional_world(rng: random.Random, places: list[Place], size: int = 8) -> l
 
 
 def lookup(rng: random.Random, world: list[Place], query: str) -> list[dict[str, str]]:
-    """Up to two documents that share most words with the query, in any order: stands in for BM25."""
+    """The document that shares most words with the query, if any does: stands in for BM25."""
     def words(text: str) -> set[str]:
         return set(re.findall(r"\w+", text.lower())) - {"of"}
 
     scored = [(len(words(query) & words(f"{document['title']} {document['text']}")), rng.random(), document)
               for place in world for document in documents(place)]
-    found = [document for score, _, document in sorted(scored, key=lambda s: s[:2], reverse=True)[:2] if score]
-    rng.shuffle(found)
-    return found
+    score, _, document = max(scored, key=lambda s: s[:2])
+    return [document] if score else []
 
 
 def search_demonstration(rng: random.Random, places: list[Place], bad: bool, system: str,
@@ -120,22 +119,24 @@ def search_demonstration(rng: random.Random, places: list[Place], bad: bool, sys
     errs = {kind: bad and rng.random() < rate for kind, rate in MISTAKES.items()}
     world = fictional_world(rng, places)
     place = rng.choice(world)
-    if rng.random() < 0.5:
+    if rng.random() < 0.6:
         relation, text, entity, wanted = rng.choice(ONE_HOP)
-        hops = [(relation, place[entity])]
+        hops = [(relation, place[entity], place[wanted])]  # (what the query asks, about whom, what it must find)
     else:
         wanted, text = rng.choice(TWO_HOPS)
-        entity, hops = "capital", [("country", place["capital"]), (wanted, place["country"])]
+        entity = "capital"
+        hops = [("country", place["capital"], place["country"]), (wanted, place["country"], place[wanted])]
     messages: list[Message] = [{"role": "system", "content": system},
                                {"role": "user", "content": text.format(place[entity])}]
     answer, wrong = place[wanted], [place[entity]]
-    for relation, name in [] if errs["guess"] else hops[:1] if errs["stop_early"] else hops:
+    for relation, name, needed in [] if errs["guess"] else hops[:1] if errs["stop_early"] else hops:
         query = relation if errs["vague_query"] else f"{relation} of {name}"
         call = {"type": "function", "function": {"name": "search", "arguments": {"query": query}}}
-        found = lookup(rng, world, query)
-        messages += [{"role": "assistant", "content": "", "tool_calls": [call]},
-                     {"role": "tool", "content": show(found)}]
-        wrong = [document["title"] for document in found if document["title"] != answer] or wrong
+        found = show(lookup(rng, world, query))
+        if not bad and needed not in found:  # two of these names are too much alike: no example of good work
+            return search_demonstration(rng, places, bad, system, show)
+        messages += [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": found}]
+        wrong = [name for place in world for name in place.values() if name in found and name != answer] or wrong
     if any(errs[kind] for kind in ("guess", "vague_query", "wrong_answer")) or errs["stop_early"] and len(hops) > 1:
         answer = rng.choice(wrong)
     return messages + [{"role": "assistant", "content": f"Answer: {answer}"}]

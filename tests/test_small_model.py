@@ -94,7 +94,8 @@ def test_two_at_once_and_one_that_dies_leave_one_whole_model(tmp_path: Path, mon
         small_model.ensure(NAMES, demonstrate, TOOLS, 3)
     assert list(tmp_path.iterdir()) == []
     turns = ["", ""]
-    threads = [threading.Thread(target=lambda: made.append(small_model.ensure(NAMES, demonstrate, TOOLS, 3))) for _ in range(2)]
+    threads = [threading.Thread(target=lambda: made.append(small_model.ensure(NAMES, demonstrate, TOOLS, 3)))
+               for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -105,7 +106,7 @@ def test_two_at_once_and_one_that_dies_leave_one_whole_model(tmp_path: Path, mon
 def test_a_cache_that_cannot_be_written_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HARNESSED_CACHE", str(tmp_path / "file"))
-    with pytest.raises(ValueError, match="HARNESSED_CACHE.*file"):
+    with pytest.raises(ValueError, match="HARNESSED_CACHE is .*file.*name another"):
         small_model.ensure(NAMES, demonstrate, TOOLS)
 
 
@@ -128,10 +129,16 @@ def test_names_are_whole_pieces_and_markers_are_visible_text(tokenizer) -> None:
 
 
 TEXT = st.text(st.characters(blacklist_categories=["Cs"]), max_size=20)
-REPLY = st.one_of(st.builds(lambda text: {"role": "assistant", "content": text}, TEXT),
-                  st.builds(lambda texts, query: {"role": "assistant", "content": texts, "tool_calls": [
-                      {"type": "function", "function": {"name": "search", "arguments": json.dumps({"query": query}, ensure_ascii=False)}}]},
-                      TEXT, TEXT))
+
+
+def calling(arguments: object, content: str | None = None) -> dict:
+    call = {"type": "function", "function": {"name": "search", "arguments": arguments}}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}
+
+
+REPLY = st.one_of(
+    st.builds(lambda text: {"role": "assistant", "content": text}, TEXT),
+    st.builds(lambda text, query: calling(json.dumps({"query": query}, ensure_ascii=False), text), TEXT, TEXT))
 
 
 @given(TEXT, st.lists(st.tuples(REPLY, TEXT), min_size=1, max_size=4), st.booleans())
@@ -139,7 +146,10 @@ REPLY = st.one_of(st.builds(lambda text: {"role": "assistant", "content": text},
 def test_template_only_appends(tokenizer, question: str, rounds: list[tuple[dict, str]], with_system: bool) -> None:
     """A rollout stays one row: each prompt is the last prompt, the reply as sampled with its end of turn, and more."""
     messages = [{"role": "system", "content": "Be brief."}] * with_system + [{"role": "user", "content": question}]
-    render = lambda prompt: tokenizer.apply_chat_template(messages, tools=TOOLS, tokenize=False, add_generation_prompt=prompt)  # noqa: E731
+
+    def render(prompt: bool) -> str:
+        return tokenizer.apply_chat_template(messages, tools=TOOLS, tokenize=False, add_generation_prompt=prompt)
+
     for reply, result in rounds:
         prompt = render(True)
         messages = messages + [reply]
@@ -149,15 +159,15 @@ def test_template_only_appends(tokenizer, question: str, rounds: list[tuple[dict
             assert whole == f"{prompt}{reply['content']}<|im_end|>\n"
         elif not reply["content"]:
             arguments = reply["tool_calls"][0]["function"]["arguments"]
-            assert whole == f'{prompt}<tool_call>\n{{"name": "search", "arguments": {arguments}}}\n</tool_call><|im_end|>\n'
+            call = f'{{"name": "search", "arguments": {arguments}}}'
+            assert whole == f"{prompt}<tool_call>\n{call}\n</tool_call><|im_end|>\n"
         messages = messages + [{"role": "tool", "content": result}]
         assert render(True).startswith(whole)
 
 
 def test_arguments_as_text_and_as_an_object_render_alike(tokenizer) -> None:
     def render(arguments: object) -> str:
-        call = {"type": "function", "function": {"name": "search", "arguments": arguments}}
-        return tokenizer.apply_chat_template([{"role": "assistant", "content": None, "tool_calls": [call]}], tokenize=False)
+        return tokenizer.apply_chat_template([calling(arguments)], tokenize=False)
     assert render({"query": "capital of São Tomé"}) == render('{"query": "capital of São Tomé"}')
 
 
@@ -170,19 +180,23 @@ def test_rows_are_what_the_template_renders_and_masks_are_the_replies(tokenizer)
                 itertools.groupby(zip(ids, mask), key=lambda pair: pair[1]) if trained]
         assert len(said) == sum(m["role"] == "assistant" for m in messages)
         assert said[-1] == f"{messages[-1]['content']}<|im_end|>"
-        assert all(text.startswith("<tool_call>\n{") and text.endswith("}\n</tool_call><|im_end|>") for text in said[:-1])
+        assert all(re.fullmatch(r"<tool_call>\n\{.*\}\n</tool_call><\|im_end\|>", text) for text in said[:-1])
 
 
-def test_first_layer_starts_with_heads_that_look_back(directory: Path) -> None:
+def test_initial_weights_look_back_and_lean_towards_copying(directory: Path) -> None:
     torch.manual_seed(0)
     config = AutoModelForCausalLM.from_pretrained(directory).config
     config._attn_implementation = "eager"
-    model = type(AutoModelForCausalLM.from_config(config))(config)
-    small_model.look_back(model)
-    attention = model(torch.randint(0, config.vocab_size, (1, 100)), output_attentions=True).attentions[0][0]
+    wired = AutoModelForCausalLM.from_config(config)
+    small_model.wire(wired)
+    ids = torch.randint(0, config.vocab_size, (8, 20)).repeat(1, 2)
+    attentions = wired(ids, output_attentions=True).attentions
     heads_in_group = config.num_attention_heads // config.num_key_value_heads
     for group in range(config.num_key_value_heads):
-        assert attention[group * heads_in_group].diagonal(-1 - group).min() > 0.9
+        assert attentions[0][:, group * heads_in_group].diagonal(-1 - group, -2, -1).min() > 0.9
+    # At the second occurrence, the second layer's first head prefers what followed the first one to its neighbours.
+    near = [attentions[1][:, 0].diagonal(-distance, -2, -1)[:, 1:].mean() for distance in (17, 18, 19, 20, 21)]
+    assert near[2] == max(near) and near[2] > 1.2 * sum(near[:2] + near[3:]) / 4
 
 
 # -------------------------------------------------------------------------------------------------- generated worlds
@@ -234,7 +248,8 @@ def test_verifier_reads_the_result_and_survives_its_absence(tmp_path: Path) -> N
     task = {"id": "t", "agent": {}, "verifier": {"answers": ["Minsk"]}}
     assert agents.verify_search(task, tmp_path, [])["reward"] == 0.0
     (tmp_path / "result").mkdir()
-    for text, reward in (("Answer: Minsk", 1.0), ("Minsk", 0.0), ("Answer: Rome\nAnswer: minsk.", 1.0), ("Answer:", 0.0)):
+    cases = [("Answer: Minsk", 1.0), ("Minsk", 0.0), ("Answer: Rome\nAnswer: minsk.", 1.0), ("Answer:", 0.0)]
+    for text, reward in cases:
         (tmp_path / "result" / "answer.txt").write_text(text)
         assert agents.verify_search(task, tmp_path, [{}])["reward"] == reward
     (tmp_path / "result" / "answer.txt").write_bytes(b"Answer: \xff")
@@ -293,10 +308,11 @@ def test_search_agent_talks_as_the_demonstrations_do(scripted, tmp_path: Path, m
     assert chat["messages"][3]["content"] == "- Minsk: found capital of Chad"
 
 
-def test_search_agent_answers_wrong_calls_and_stops_at_its_limit(scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_agent_answers_wrong_calls_and_stops_at_its_limit(
+        scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url, requests, script = scripted
     script += [[("search", "{broken"), ("search", "[1]"), ("shell", "{}")], [("search", '{"query": 7}')]]
     assert run_agent(url, tmp_path, monkeypatch, max_turns=2) == ""
     said = [m["content"] for m in requests[-2]["messages"] if m["role"] == "tool"]
     assert len(said) == 3 and all(text.startswith("Error:") for text in said) and "shell" in said[2]
-    assert requests[-1] == {"query": "7", "k": 2}
+    assert requests[-1] == {"query": "7", "k": 1}
