@@ -21,6 +21,7 @@ test: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest $(ARGS)
 
 prove: $(VENV)/.dev $(VLLM_VENV)/.done
+	$(VENV)/bin/python bench/learn.py
 	$(VENV)/bin/python bench/engine.py
 	$(VENV)/bin/python bench/rollouts.py
 

@@ -113,7 +113,7 @@ class Config:
     """AdamW weight decay."""
     adam_beta1: float = 0.9
     """AdamW decay of the mean of the gradients."""
-    adam_beta2: float = 0.95
+    adam_beta2: float = 0.99
     """AdamW decay of the mean of their squares."""
     max_grad_norm: float = 1.0
     """Gradients are clipped to this norm."""

@@ -39,6 +39,10 @@ class SearchConfig(Config):
     """Model calls of a rollout at most."""
     results_per_search: int = 1
     """Documents that one search shows."""
+    steps: int = 30
+    """Optimizer steps (one step trains GROUPS_PER_STEP groups) after which the run ends."""
+    eval_every: int = 5
+    """Evaluate after every so many steps, and at the start and the end. 0: never."""
     lr: float = 0.0
     """AdamW learning rate. 0: 5e-4 for the built-in small model, 1e-6 for others."""
 
@@ -113,7 +117,8 @@ def serve_search(documents: list[dict], port: int) -> None:
     from starlette.responses import JSONResponse
     from starlette.routing import Route
 
-    index = bm25s.BM25()
+    # Documents of a line or two: how often a word occurs says little (k1), a title that the text repeats nothing.
+    index = bm25s.BM25(k1=0.1, b=0.5)
     words = lambda texts: bm25s.tokenize(texts, stopwords="en", show_progress=False, return_ids=False)  # noqa: E731
     index.index(words([f"{d['title']} {d['text']}" for d in documents]), show_progress=False)
 

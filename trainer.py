@@ -96,7 +96,9 @@ class Policy:
 
     def __init__(self, config: Config, directory: str) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()
         if config.device == "auto":
             self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         else:
@@ -269,6 +271,7 @@ class Log:
         mode = config.wandb if config.wandb != "auto" else "online" if os.environ.get("WANDB_API_KEY") else "offline"
         self.wandb: Any = None
         if mode != "disabled":
+            os.environ.setdefault("WANDB_SILENT", "true")
             import wandb
 
             self.wandb = wandb.init(project=config.wandb_project, name=config.name, id=config.name, resume="allow",
