@@ -264,8 +264,8 @@ class Log:
         """`step`: of the checkpoint that the run goes on from; what the file says of later ones is dropped."""
         path = config.run_dir / "metrics.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        path.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []  # a torn last line is no record
+        path.write_text("".join(line + "\n" for line in lines if json.loads(line)["step"] <= step))
         self.file = path.open("a")
         self.terminal, self.lines = sys.stdout.isatty(), 0
         mode = config.wandb if config.wandb != "auto" else "online" if os.environ.get("WANDB_API_KEY") else "offline"

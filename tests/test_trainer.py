@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -137,3 +138,21 @@ def test_wrong_settings_end_with_one_clear_line(tmp_path: Path) -> None:
         done = recipe(*arguments)
         assert done.returncode in (1, 2) and message in done.stderr, (arguments, done.stderr)
         assert "Traceback" not in done.stderr, (arguments, done.stderr)
+
+
+def test_an_engine_killed_in_mid_run_is_started_again_with_the_current_weights(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "train_mine.py").write_text(EXAMPLE)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "WANDB_MODE": "disabled"}
+    run = subprocess.Popen([sys.executable, "train_mine.py", *SMALL, "--model", str(model), "--name", "one", "--steps", "5"],
+                           cwd=tmp_path, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    metrics = tmp_path / "runs/one/metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not metrics.exists() or metrics.read_text().count("\n") < 2:  # steps 0 and 1
+        assert run.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    subprocess.run(["pkill", "-9", "-f", f"engine.py --model {model} .*{tmp_path}"], check=True)
+    output = run.communicate(timeout=200)[0]
+    assert run.returncode == 0, output
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5] and lines[-1]["engine_restarts"] == 1
+    assert all(line["logprob_gap_max"] < 1e-3 and line["staleness_max"] == 0 for line in lines[1:])  # never sampled with the original weights
