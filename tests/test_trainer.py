@@ -4,6 +4,8 @@ import copy
 import json
 import os
 import re
+import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -138,6 +140,23 @@ def test_wrong_settings_end_with_one_clear_line(tmp_path: Path) -> None:
         done = recipe(*arguments)
         assert done.returncode in (1, 2) and message in done.stderr, (arguments, done.stderr)
         assert "Traceback" not in done.stderr, (arguments, done.stderr)
+
+
+def test_what_only_the_run_can_notice_ends_with_a_clear_message(model: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(model, bare)
+    (bare / "chat_template.jinja").unlink()
+    done = recipe("--model", str(bare), "--runs-dir", str(tmp_path / "runs"), "--wandb", "disabled")
+    assert done.returncode == 1 and "has no chat template" in done.stderr and "Traceback" not in done.stderr
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = recipe("--model", str(model), "--gateway-port", port, "--runs-dir", str(tmp_path / "runs"), "--wandb", "disabled")
+    assert done.returncode == 1 and port in done.stderr and "Traceback" not in done.stderr, done.stderr
+    failing = EXAMPLE.replace("import os", "raise RuntimeError('no luck')")
+    done = example(tmp_path, "--model", str(model), "--max-refills", "0", source=failing)
+    assert done.returncode == 1 and "no luck" in done.stderr, done.stderr
 
 
 def test_an_engine_killed_in_mid_run_is_started_again_with_the_current_weights(model: Path, tmp_path: Path) -> None:
