@@ -220,7 +220,8 @@ class Bench:
         with (self.run_dir / log).open("ab") as file:
             self.controllers.append(subprocess.Popen(
                 [sys.executable, str(ROOT / "controller.py"), "--run-dir", str(self.run_dir), "--gateway-url",
-                 f"http://127.0.0.1:{self.gateway.server_port}", *options], stdout=file, stderr=file,
+                 f"http://127.0.0.1:{self.gateway.server_port}", "--preload", "test_controller", *options],
+                stdout=file, stderr=file,
                 start_new_session=True, env=environ() | {"SECRET_OF_MINE": "swordfish"}))
         return self.controllers[-1]
 
@@ -253,7 +254,7 @@ class Bench:
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     bench = Bench(tmp_path_factory.mktemp("run"), FakeGateway())
-    bench.start("--preload", "test_controller")
+    bench.start()
     yield bench
     bench.stop()
     assert not marked()
@@ -274,19 +275,19 @@ def test_success_posts_the_reward_and_cleans_up(shared: Bench) -> None:
     status, reason, record = shared.run("harness_ok")
     assert (status, reason, record["reward"]) == ("succeeded", "", {"reward": 1.0, "metrics": {"turns": 0.0}})
     assert record["agent_done"] == {"attempt": 1, "exit_status": 0, "reason": "", "output": ""}
-    until(lambda: not list((shared.run_dir / "rollouts").glob(record["claim"]["id"] + ".*")))
+    until(lambda: not (shared.run_dir / "rollouts" / f"{record['claim']['id']}.1").exists())
 
 
 @pytest.mark.parametrize("harness, exit_status, reason", [
     ("harness_raises", 1, "harness exited 1: ValueError: no such luck"),
     ("harness_exits", 3, "harness exited 3: three it is"),
-    ("harness_segfaults", 139, "harness exited 139 (signal 11): (no output)"),
+    ("harness_segfaults", -11, "harness exited -11: (no output)"),
     (["sh", "-c", "echo out; echo err >&2; exit 9"], 9, "harness exited 9: err"),
-    (["no-such-program"], 1, "harness exited 1: cannot run 'no-such-program': No such file or directory"),
+    (["no-such-program"], 1, "harness exited 1: the harness ['no-such-program'] is neither a command that can"),
     ("no_such_module:run", 1, "ModuleNotFoundError: No module named 'no_such_module'"),
     ("test_controller:no_such_function", 1, "module 'test_controller' has no attribute 'no_such_function'"),
-    (None, 1, "the harness None is neither a list of words nor a module:function that can be imported"),
-    ([], 1, "the harness [] is neither a list of words nor a module:function that can be imported"),
+    (None, 1, "the harness None is neither a command that can be run nor a module:function that can be imported"),
+    ([], 1, "the harness [] is neither a command that can be run nor a module:function that can be imported"),
 ])
 def test_failing_harnesses(shared: Bench, harness: Any, exit_status: int, reason: str) -> None:
     status, said, record = shared.run(harness)
@@ -314,11 +315,10 @@ def test_verifier_failed_by_the_machinery_is_lost(shared: Bench) -> None:
     assert shared.run("harness_ok", ["sh", "-c", "echo no gateway; exit 75"])[:2] == ("lost", "verifier: no gateway")
 
 
-def test_garbage_output_is_bounded(shared: Bench) -> None:
+def test_of_garbage_output_the_gateway_gets_the_end(shared: Bench) -> None:
     status, _, record = shared.run("harness_garbage", "verify_nan")
     assert status == "failed" and record["agent_done"]["exit_status"] == 0
     assert record["agent_done"]["output"].endswith("end\n") and len(record["agent_done"]["output"]) <= 4096
-    assert (shared.run_dir / "rollouts" / f"{record['claim']['id']}.1.harness.txt").stat().st_size <= 1_000_000
 
 
 def test_harness_that_closes_its_files(shared: Bench) -> None:
@@ -395,7 +395,7 @@ def test_a_name_runs_once(bench: Bench) -> None:
     bench.start()
     until(lambda: (bench.run_dir / "log").read_text())
     assert bench.start(log="second").wait(20) == 1
-    assert "a controller named 'local' already runs" in (bench.run_dir / "second").read_text()
+    assert "a controller 'local' already runs" in (bench.run_dir / "second").read_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -425,32 +425,39 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_killed_fork_server_and_killed_keeper(bench: Bench) -> None:
-    """A killed keeper loses its attempt and its tree; a killed fork server is replaced, and what runs goes on."""
+def test_a_killed_keeper_loses_its_attempt(bench: Bench) -> None:
     controller = bench.start()
-    lost, kept = bench.add("harness_sleeps"), None
-    until(lambda: len(marked()) == 1)
+    lost = bench.add(SLEEPER)
+    until(marked)
     server, = children(controller.pid)
     os.kill(children(server)[0], signal.SIGKILL)
-    assert bench.record(lost)["report"] == {
-        "attempt": 1, "status": "lost", "reason": "harness: its keeper died or could not be made"}
+    report = bench.record(lost)["report"]
+    assert report["status"] == "lost" and "the keeper of the harness died" in report["reason"]
     until(lambda: not marked(), 5)
-    kept = bench.add("harness_sleeps", seconds=1.5, verifier=["true"])
-    until(lambda: len(marked()) == 1)
-    os.kill(server, signal.SIGKILL)
-    until(lambda: Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()[0] == "Z")
     assert bench.run("harness_ok")[0] == "succeeded"
-    assert bench.record(kept)["report"]["status"] == "succeeded"
 
 
-def test_an_import_that_hangs_dies_with_the_controller(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_fork_server_stops_the_controller(bench: Bench) -> None:
+    controller = bench.start()
+    rollout = bench.add("harness_sleeps")
+    until(marked)
+    os.kill(children(controller.pid)[0], signal.SIGKILL)
+    assert controller.wait(20) == 1 and not marked()
+    assert bench.record(rollout)["report"]["status"] == "lost"
+    assert "the controller's fork server ended with status -9" in (bench.run_dir / "log").read_text()
+
+
+def test_a_preload_that_fails_or_hangs(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first ends the controller with the reason; the second is named in the log, and dies with the controller."""
+    assert bench.start("--preload", "no_such_module", log="first").wait(20) == 1
+    log = (bench.run_dir / "first").read_text()
+    assert "ModuleNotFoundError: No module named 'no_such_module'" in log and log.endswith("with status 1; see above\n")
     (bench.run_dir / "hanging.py").write_text("import time; time.sleep(600)")
     monkeypatch.syspath_prepend(bench.run_dir)
-    controller = bench.start()
-    bench.add("hanging:run")
+    controller = bench.start("--preload", "hanging")
     until(lambda: "importing hanging" in (bench.run_dir / "log").read_text())
     server, = children(controller.pid)
-    controller.kill()
+    controller.terminate()
     controller.wait()
     until(lambda: not Path(f"/proc/{server}").exists(), 5)
 
@@ -468,18 +475,6 @@ def test_dies_with_its_parent(bench: Bench) -> None:
     parent.wait()
     assert bench.record(rollout)["report"]["status"] == "lost"
     until(lambda: not Path(f"/proc/{controller}").exists())
-
-
-@pytest.mark.parametrize("files", range(4, 8))
-def test_too_few_files_lose_the_attempt(bench: Bench, files: int) -> None:
-    """Wherever the fork server or the keeper runs out of file descriptors."""
-    bench.start()
-    until(lambda: "rollouts at once" in (bench.run_dir / "log").read_text())
-    server, = children(bench.controllers[0].pid)
-    subprocess.run(["prlimit", f"--pid={server}", f"--nofile={files}:{files}"], check=True)
-    status, said, record = bench.run("harness_ok")
-    assert status == "lost", record
-    assert children(bench.controllers[0].pid) == [server] and not children(server)
 
 
 def test_a_full_disk_loses_the_attempt(bench: Bench) -> None:
@@ -560,7 +555,8 @@ class RealBench(Bench):
 @pytest.fixture
 def real(tmp_path: Path) -> Iterator[RealBench]:
     bench = RealBench(tmp_path)
-    bench.start("--preload", "test_controller")
+    bench.start()
+    until(lambda: "rollouts at once" in (bench.run_dir / "log").read_text())
     yield bench
     bench.stop()
     bench.process.terminate()
