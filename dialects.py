@@ -1,13 +1,12 @@
 """API dialects: what a harness sends becomes one chat request, and one chat completion becomes what it expects back.
 
 Chat completions only, so far. Completions, responses and Anthropic messages get their own `*_request`, `*_reply`,
-`*_stream` and `*_error` here; the gateway sees one chat request and one chat completion whatever the dialect.
+`*_chunk` and `*_error` here; the gateway sees one chat request and one chat completion whatever the dialect.
 
-    harness body --chat_request--> checked chat request -> gateway -> chat completion --chat_stream--> SSE events
+    harness body --chat_request--> checked chat request -> gateway -> chat completion --chat_reply--> JSON or SSE
 Pure functions: no I/O, no state. User input that is wrong raises ApiError with a message for the harness.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import orjson
@@ -61,6 +60,18 @@ def chat_request(body: dict[str, Any]) -> dict[str, Any]:
     return body
 
 
+def chat_completion(head: dict[str, Any], message: dict[str, Any], finish: str, prompt: int,
+                    sampled: int) -> dict[str, Any]:
+    """`message` as the engine parsed it, {} if it had nothing to parse; `prompt`, `sampled`: tokens. Tool calls that
+    were cut off by the length are no finished ones."""
+    said = {key: value for key, value in message.items() if value not in (None, [])}
+    finish = "tool_calls" if said.get("tool_calls") and finish == "stop" else finish
+    return {**head, "object": "chat.completion", "choices": [{
+        "index": 0, "logprobs": None, "finish_reason": finish,
+        "message": {"role": "assistant", "content": None if said else "", **said}}], "usage": {
+            "prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}}
+
+
 def sse(data: dict[str, Any]) -> bytes:
     return b"data: " + orjson.dumps(data) + b"\n\n"
 
@@ -70,16 +81,18 @@ def chat_chunk(head: dict[str, Any], delta: dict[str, Any], finish: str | None =
     return sse({**head, "object": "chat.completion.chunk", "choices": [choice]})
 
 
-def chat_stream(completion: dict[str, Any], usage: bool) -> Iterator[bytes]:
-    """The events after the first, empty delta; the deltas concatenate to `completion`'s message."""
+def chat_reply(completion: dict[str, Any], request: dict[str, Any]) -> bytes:
+    """The reply's body; in a stream, what follows the first, empty delta: deltas that concatenate to the message."""
+    if not request.get("stream"):
+        return orjson.dumps(completion)
     head = {key: completion[key] for key in ("id", "created", "model")}
-    choice = completion["choices"][0]
+    choice, events = completion["choices"][0], []
     for key in ("reasoning_content", "reasoning", "content"):
         if choice["message"].get(key):
-            yield chat_chunk(head, {key: choice["message"][key]})
+            events.append(chat_chunk(head, {key: choice["message"][key]}))
     for index, call in enumerate(choice["message"].get("tool_calls") or ()):
-        yield chat_chunk(head, {"tool_calls": [{**call, "index": index}]})
-    yield chat_chunk(head, {}, choice["finish_reason"])
-    if usage:
-        yield sse({**head, "object": "chat.completion.chunk", "choices": [], "usage": completion["usage"]})
-    yield b"data: [DONE]\n\n"
+        events.append(chat_chunk(head, {"tool_calls": [{**call, "index": index}]}))
+    events.append(chat_chunk(head, {}, choice["finish_reason"]))
+    if (request.get("stream_options") or {}).get("include_usage"):
+        events.append(sse({**head, "object": "chat.completion.chunk", "choices": [], "usage": completion["usage"]}))
+    return b"".join([*events, b"data: [DONE]\n\n"])
