@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -159,19 +160,37 @@ def test_what_only_the_run_can_notice_ends_with_a_clear_message(model: Path, tmp
     assert done.returncode == 1 and "no luck" in done.stderr, done.stderr
 
 
-def test_an_engine_killed_in_mid_run_is_started_again_with_the_current_weights(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "train_mine.py").write_text(EXAMPLE)
+def begin(model: Path, directory: Path, *arguments: str) -> subprocess.Popen:
+    """The README's example as a process; returns after its first step."""
+    (directory / "train_mine.py").write_text(EXAMPLE)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "WANDB_MODE": "disabled"}
-    run = subprocess.Popen([sys.executable, "train_mine.py", *SMALL, "--model", str(model), "--name", "one", "--steps", "5"],
-                           cwd=tmp_path, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    metrics = tmp_path / "runs/one/metrics.jsonl"
-    deadline = time.monotonic() + 120
+    run = subprocess.Popen([sys.executable, "train_mine.py", *SMALL, "--model", str(model), "--name", "one", *arguments],
+                           cwd=directory, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    metrics, deadline = directory / "runs/one/metrics.jsonl", time.monotonic() + 120
     while not metrics.exists() or metrics.read_text().count("\n") < 2:  # steps 0 and 1
         assert run.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
+    return run
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_however_the_trainer_ends_nothing_is_left(model: Path, tmp_path: Path, how: signal.Signals) -> None:
+    run = begin(model, tmp_path, "--steps", "1000")
+    mine = ["pgrep", "-f", str(tmp_path)]
+    assert len(subprocess.run(mine, capture_output=True, text=True).stdout.split()) >= 3  # engine, gateway, controller
+    run.send_signal(how)
+    run.communicate(timeout=30)
+    deadline = time.monotonic() + 20
+    while subprocess.run(mine, capture_output=True).returncode == 0:
+        assert time.monotonic() < deadline, subprocess.run(["pgrep", "-af", str(tmp_path)], capture_output=True).stdout
+        time.sleep(0.2)
+
+
+def test_an_engine_killed_in_mid_run_is_started_again_with_the_current_weights(model: Path, tmp_path: Path) -> None:
+    run = begin(model, tmp_path, "--steps", "5")
     subprocess.run(["pkill", "-9", "-f", f"engine.py --model {model} .*{tmp_path}"], check=True)
     output = run.communicate(timeout=200)[0]
     assert run.returncode == 0, output
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "runs/one/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5] and lines[-1]["engine_restarts"] == 1
     assert all(line["logprob_gap_max"] < 1e-3 and line["staleness_max"] == 0 for line in lines[1:])  # never sampled with the original weights
