@@ -4,15 +4,16 @@
     completion --Dialect.reply--> the plain body;   --Stream: start, text*, ping*, finish | fail--> the same as SSE
 A completion, whatever the dialect: {"name", "created", "model", "message": {"content", "reasoning", "tool_calls"},
 "finish": "stop" | "length" | "tool_calls" | "stop_string", "stop_string", "usage": {"prompt", "sampled"}}. All ids are
-made from its name, so that a replay has the same bytes. Chat messages are rebuilt from what they say, so that an echo
-of a reply is one and the same message in every dialect, whatever its SDK adds.
+made from its name, so that a replay has the same bytes.
 
-Pure: no I/O. What is wrong in a body raises ApiError(400) naming the field; what is right but not followed (forced
-tools, grammars, hosted tools, ...) is named in Ask.overridden, to be counted.
+Chat messages are rebuilt from what they say: the echo of a reply is the same message in every dialect, whatever an SDK
+adds to it. What is wrong in a body raises ApiError(400) that names the field; what is right and yet not followed
+(forced tools, grammars, hosted tools, ...) is named in Ask.overridden, to be counted. Pure: no I/O. A body is JSON
+that orjson has read and can write again.
 """
 
+import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -44,16 +45,17 @@ class Ask:
     sampling: JSON = field(default_factory=dict)  # what the harness wished for, by vLLM's names
     extra: JSON = field(default_factory=dict)  # what else the chat template may need
     overridden: list[str] = field(default_factory=list)  # wishes that are not followed
-    names: dict[str, JSON] = field(default_factory=dict)  # Responses: how a call of a chat function tool is written
+    named: dict[str, JSON] = field(default_factory=dict)  # Responses: the item that a call of a function tool becomes
 
 
-# ---- reading bodies
+# ---- reading
 
 
 NAMES = {str: "a string", list: "a list", dict: "an object", int: "an integer", float: "a number", bool: "a boolean",
-         type(None): "missing"}
+         type(None): "null or missing"}
 TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "summary_text": "text", "reasoning_text": "text",
          "refusal": "refusal"}  # the field of each kind of part that holds its text
+ROLES = ("system", "developer", "user", "assistant", "tool")
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
             "repetition_penalty")
 IGNORED = ("logit_bias", "logprobs", "top_logprobs", "structured_outputs", "guided_json", "guided_regex",
@@ -62,59 +64,73 @@ IGNORED = ("logit_bias", "logprobs", "top_logprobs", "structured_outputs", "guid
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
-def get(body: JSON, name: str, *kinds: type, where: str = "", need: bool = False) -> Any:
-    """body[name], of one of the JSON types `kinds`; None where it is null or missing, unless there is `need` of it."""
-    value = body.get(name)
-    if (value is not None or need) and type(value) not in kinds:
-        wanted = " or ".join(NAMES[kind] for kind in kinds)
-        raise ApiError(400, f"{where}{name} must be {wanted}, but is {NAMES[type(value)]}", "invalid_type")
-    return value
+class Node(dict[str, Any]):
+    """An object of a body, which knows where it stands; what is asked of it has the right type."""
+
+    def __init__(self, value: JSON, where: str = "") -> None:
+        super().__init__(value)
+        self.where = where
+
+    def wrong(self, name: str, problem: str, code: str = "invalid_value") -> ApiError:
+        return ApiError(400, f"{self.where}{name} {problem}", code)
+
+    def of(self, name: str, *kinds: type, need: bool = False) -> Any:
+        """Its `name`, of one of these JSON types; None where it is null or missing, unless there is `need` of it."""
+        value = self.get(name)
+        if type(value) not in kinds and (need or value is not None):
+            wanted = " or ".join(NAMES[kind] for kind in kinds)
+            raise self.wrong(name, f"must be {wanted}, but is {NAMES[type(value)]}", "invalid_type")
+        return value
+
+    def node(self, name: str, need: bool = False) -> "Node":
+        return Node(self.of(name, dict, need=need) or {}, f"{self.where}{name}.")
+
+    def nodes(self, name: str) -> "list[Node]":
+        nodes = []
+        for at, value in enumerate(self.of(name, list) or ()):
+            if not isinstance(value, dict):
+                raise self.wrong(f"{name}[{at}]", f"must be an object, but is {NAMES[type(value)]}", "invalid_type")
+            nodes.append(Node(value, f"{self.where}{name}[{at}]."))
+        return nodes
+
+    def said(self) -> str:
+        """The text of a part of a message."""
+        if (kind := self.of("type", str)) not in TEXTS:
+            raise self.wrong(f"type {str(kind)[:40]!r}", "is not supported here: this model reads text, no images, "
+                             "audio or files", "unsupported_content")
+        return self.of(TEXTS[kind], str, need=True)
+
+    def texts(self, name: str) -> list[str]:
+        """The texts of a string, of a list of parts, of null."""
+        if isinstance(self.get(name), list):
+            return [part.said() for part in self.nodes(name)]
+        return [self.of(name, str, list) or ""]
+
+    def text(self, name: str) -> str:
+        return joined(self.texts(name))
 
 
-def objects(body: JSON, name: str, where: str = "") -> list[JSON]:
-    items = get(body, name, list, where=where) or []
-    for at, item in enumerate(items):
-        if not isinstance(item, dict):
-            raise ApiError(400, f"{where}{name}[{at}] must be an object, but is {NAMES[type(item)]}", "invalid_type")
-    return items
+def joined(texts: list[str], by: str = "\n") -> str:
+    return by.join(filter(None, texts))
 
 
-def texts(body: JSON, name: str, where: str = "") -> list[str]:
-    """The texts of body[name]: null, a string or a list of parts."""
-    if not isinstance(body.get(name), list):
-        return [get(body, name, str, list, where=where) or ""]
-    found = []
-    for at, part in enumerate(objects(body, name, where)):
-        here, kind = f"{where}{name}[{at}]", get(part, "type", str, where=f"{where}{name}[{at}].")
-        if kind not in TEXTS:
-            raise ApiError(400, f"{here}: parts of type {kind!r} are not supported here: this model reads text, no "
-                                "images, audio or files", "unsupported_content")
-        found.append(get(part, TEXTS[kind], str, where=f"{here}.", need=True))
-    return found
+def written(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)  # spaced as tool-call parsers write it
 
 
-def joined(body: JSON, name: str, where: str = "") -> str:
-    return "\n".join(part for part in texts(body, name, where) if part)
-
-
-def assistant(content: str | list[JSON], reasoning: str, calls: list[JSON]) -> JSON:
-    # Engines and templates disagree about the name of the reasoning: both.
+def assistant(content: Any, reasoning: str | None = "", calls: list[JSON] | None = None) -> JSON:
+    # Engines and harnesses disagree about the name of the reasoning: both.
     thought = {"reasoning": reasoning, "reasoning_content": reasoning} if reasoning else {}
-    return {"role": "assistant", "content": content, **thought, **({"tool_calls": calls} if calls else {})}
+    return {"role": "assistant", "content": content} | thought | ({"tool_calls": calls} if calls else {})
 
 
-def call(name: str, arguments: str, identity: str | None) -> JSON:
-    return {"id": identity or "", "type": "function", "function": {"name": name, "arguments": arguments}}
+def called(identity: str | None, name: str, arguments: str) -> JSON:
+    return {"id": identity or "", "type": "function", "function": {"name": name, "arguments": arguments or "{}"}}
 
 
 def function(name: str, description: str | None, parameters: JSON | None) -> JSON:
     return {"type": "function", "function": {"name": name, "description": description or "",
                                              "parameters": parameters or {"type": "object", "properties": {}}}}
-
-
-def hosted(kind: Any) -> str:
-    """What a tool that only the API's own servers have is counted as."""
-    return f"tool_{kind}" if isinstance(kind, str) and re.fullmatch(r"\w{1,40}", kind, re.ASCII) else "tool_unknown"
 
 
 def as_object(arguments: str) -> JSON:
@@ -127,106 +143,103 @@ def as_object(arguments: str) -> JSON:
     return value if isinstance(value, dict) else {"arguments": arguments}
 
 
-def ordered(messages: list[JSON], ask: Ask) -> list[JSON]:
-    """One system message, first: templates refuse another. A later one says what it says as the user's."""
-    system, rest = [], []
-    for message in messages:
-        if message["role"] not in ("system", "developer"):
-            rest.append(message)
-        elif not rest:
-            system.append(joined(message, "content"))
-        else:
-            rest.append({"role": "user", "content": message["content"]})
-            ask.overridden.append("system_moved")
-    if not rest and not system:
-        raise ApiError(400, "there are no messages", "invalid_value")
-    return [{"role": "system", "content": "\n\n".join(filter(None, system))}] * bool(system) + rest
+def hosted(kind: Any) -> str:
+    """The counter of a tool that only the API's own servers have."""
+    return f"tool_{kind}" if isinstance(kind, str) and re.fullmatch(r"\w{1,40}", kind, re.ASCII) else "tool_unknown"
 
 
 # ---- what dialects share
 
 
 def sse(data: JSON, event: str = "") -> bytes:
-    return (f"event: {event}\n".encode() if event else b"") + b"data: " + orjson.dumps(data) + b"\n\n"
+    line = orjson.dumps(data)
+    for character in "\u0085\u2028\u2029":  # some clients take them for ends of lines
+        line = line.replace(character.encode(), f"\\u{ord(character):04x}".encode())
+    return (f"event: {event}\n".encode() if event else b"") + b"data: " + line + b"\n\n"
 
 
 class Dialect:
+    writer: "type[Stream]"
     limits: tuple[str, ...] = ("max_tokens",)
     stops = "stop"
-    refused: dict[str, str] = {}  # fields that would be silently ignored, and what to do instead
+    refused: dict[str, str] = {}  # fields that cannot be ignored, and what to do instead
 
     def ask(self, body: JSON) -> Ask:
         """ApiError 400: what is wrong with the body."""
-        ask = Ask(body, stream=get(body, "stream", bool) or False)
+        node = Node(body)
+        ask = Ask(body, stream=node.of("stream", bool) or False)
         for name, instead in self.refused.items():
             if body.get(name):
-                raise ApiError(400, f"{name} is not supported: {instead}", "unsupported_parameter")
+                raise node.wrong(name, f"is not supported: {instead}", "unsupported_parameter")
+        for name in ("n", "best_of"):
+            if body.get(name) not in (None, 1):
+                raise node.wrong(name, "must be 1: send parallel requests, each is a sample of its own")
         for name in self.limits:
-            if (limit := get(body, name, int)) is not None and limit < 1:
-                raise ApiError(400, f"{name} must be at least 1", "invalid_value")
+            if (limit := node.of(name, int)) is not None and limit < 1:
+                raise node.wrong(name, "must be at least 1")
             ask.max_tokens = ask.max_tokens or limit
-        stop = get(body, self.stops, str, list) or []
+        stop = node.of(self.stops, str, list) or []
         ask.stop = [stop] if isinstance(stop, str) else stop
         if not all(isinstance(one, str) and one for one in ask.stop):
-            raise ApiError(400, f"{self.stops} must be strings that are not empty", "invalid_type")
-        ask.sampling = {name: body[name] for name in SAMPLING if get(body, name, int, float) is not None}
+            raise node.wrong(self.stops, "must be strings that are not empty", "invalid_type")
+        node.of("stream_options", dict)
+        ask.sampling = {name: body[name] for name in SAMPLING if node.of(name, int, float) is not None}
         ask.overridden = [name for name in IGNORED if body.get(name)]
-        self.read(ask, body)
+        self.read(ask, node)
         return ask
-
-    def read(self, ask: Ask, body: JSON) -> None:
-        raise NotImplementedError
-
-    def reply(self, ask: Ask, completion: JSON) -> JSON:
-        raise NotImplementedError
 
     def stream(self, ask: Ask, head: JSON) -> "Stream":
         return self.writer(self, ask, head)
 
     def error(self, error: ApiError) -> JSON:
-        kind = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 409: "conflict_error",
-                429: "rate_limit_error"}.get(error.status, "invalid_request_error")
-        kind = "server_error" if error.status >= 500 else kind
-        return {"error": {"message": error.message, "type": kind, "param": None, "code": error.code}}
+        return {"error": {"message": error.message, "type": self.fault(error), "param": None, "code": error.code}}
+
+    def fault(self, error: ApiError) -> str:
+        kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 409: "conflict_error",
+                 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
+        return kinds.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+
+    def order(self, ask: Ask, messages: list[JSON]) -> None:
+        """One system message, first: templates refuse another. What a later one says is said as the user."""
+        system = []
+        for message in messages:
+            if message["role"] not in ("system", "developer"):
+                ask.messages.append(message)
+            elif ask.messages:
+                ask.messages.append({"role": "user", "content": message["content"]})
+                ask.overridden.append("system_moved")
+            else:
+                system.append(Node(message).text("content"))
+        if system:
+            ask.messages.insert(0, {"role": "system", "content": joined(system, "\n\n")})
+        if not ask.messages:
+            raise ApiError(400, "there are no messages", "invalid_value")
 
     def choose(self, ask: Ask, choice: Any, parallel: bool | None, effort: Any, grammar: Any) -> None:
         """The wishes that every chat dialect has. Forced calls and grammars would falsify the log-probs."""
         kind = choice.get("type") if isinstance(choice, dict) else choice
-        if kind not in (None, "auto", "none"):
-            ask.overridden.append("tool_choice")
         if ask.tools:
             ask.extra = {"tool_choice": "none" if kind == "none" else "auto"}
             ask.extra |= {"parallel_tool_calls": parallel} if parallel is not None else {}
-        if effort in EFFORTS:
-            ask.extra["reasoning_effort"] = effort
-        elif effort is not None:
-            ask.overridden.append("reasoning_effort")
-        if grammar and (not isinstance(grammar, dict) or grammar.get("type") != "text"):
-            ask.overridden.append("response_format")
+        ask.extra |= {"reasoning_effort": effort} if effort in EFFORTS else {}
+        forced, unknown = kind not in (None, "auto", "none"), effort not in (None, *EFFORTS)
+        formed = grammar and grammar != {"type": "text"}
+        ask.overridden += ["tool_choice"] * forced + ["reasoning_effort"] * unknown + ["response_format"] * bool(formed)
 
 
 class Stream:
-    """Writes one reply as SSE. What `text` has sent is no longer asked for; `finish` sends the rest."""
+    """Writes one reply as SSE, each text as soon as it is there; `finish` sends the rest."""
 
-    def __init__(self, dialect: Dialect, ask: Ask, head: JSON) -> None:
-        self.dialect, self.ask, self.head, self.mismatch = dialect, ask, head, False
+    def __init__(self, dialect: Any, ask: Ask, head: JSON) -> None:
+        self.dialect, self.ask, self.head = dialect, ask, head
         self.sent: dict[str, list[str]] = {"reasoning": [], "content": []}
-
-    def start(self) -> bytes:
-        raise NotImplementedError
-
-    def delta(self, kind: Kind, delta: str) -> bytes:
-        raise NotImplementedError
-
-    def end(self, completion: JSON) -> bytes:
-        """Tool calls, terminal events, usage."""
-        raise NotImplementedError
-
-    def ping(self) -> bytes:
-        raise NotImplementedError
+        self.mismatch = False  # what was sent is not what the reply begins with
 
     def text(self, kind: Kind, delta: str) -> bytes:
         if not delta:
+            return b""
+        if kind == "reasoning" and self.sent["content"]:  # it comes first, or not at all
+            self.mismatch = True
             return b""
         self.sent[kind].append(delta)
         return self.delta(kind, delta)
@@ -235,510 +248,437 @@ class Stream:
         events = []
         for kind in ("reasoning", "content"):
             whole, sent = completion["message"].get(kind) or "", "".join(self.sent[kind])
-            late = kind == "reasoning" and len(whole) > len(sent) and self.sent["content"]
-            if late or not whole.startswith(sent):
-                self.mismatch = True
-            else:
+            if whole.startswith(sent):
                 events.append(self.text(kind, whole[len(sent):]))
+            else:
+                self.mismatch = True
         return b"".join([*events, self.end(completion)])
 
     def fail(self, error: ApiError) -> bytes:
         return sse(self.dialect.error(error))
 
 
-# ---- chat completions
+# ---- chat completions, completions
 
 
 class ChatStream(Stream):
-    def chunk(self, choices: list[JSON], **more: Any) -> bytes:
-        return sse({"id": f"chatcmpl-{self.head['name']}", "object": "chat.completion.chunk",
-                    "created": self.head["created"], "model": self.head["model"], "choices": choices, **more})
-
-    def choice(self, delta: JSON, finish: str | None = None) -> bytes:
-        return self.chunk([{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}])
+    def chunk(self, delta: JSON, finish: str | None = None) -> bytes:
+        return sse(self.dialect.body(self.head, [self.dialect.choice(delta, finish, "delta")], ".chunk"))
 
     def start(self) -> bytes:
-        return self.choice({"role": "assistant", "content": ""})
-
-    def delta(self, kind: Kind, delta: str) -> bytes:
-        keys = ("content",) if kind == "content" else ("reasoning_content", "reasoning")
-        return self.choice(dict.fromkeys(keys, delta))
+        return self.chunk({"role": "assistant", "content": ""})
 
     def ping(self) -> bytes:
-        return self.choice({"content": ""})
+        return self.chunk({"content": ""})
+
+    def delta(self, kind: Kind, delta: str) -> bytes:
+        keys = ("content",) if kind == "content" else ("reasoning", "reasoning_content")
+        return self.chunk(dict.fromkeys(keys, delta))
 
     def end(self, completion: JSON) -> bytes:
-        reply = self.dialect.reply(self.ask, completion)
-        choice = reply["choices"][0]
-        calls = choice.get("message", {}).get("tool_calls") or []
-        events = [self.choice({"tool_calls": [{"index": at, **one}]}) for at, one in enumerate(calls)]
-        events.append(self.choice({}, choice["finish_reason"]))
+        calls = completion["message"].get("tool_calls") or ()
+        events = [self.chunk({"tool_calls": [{"index": at, **sent}]}) for at, sent in enumerate(calls)]
+        events.append(self.chunk({}, completion["finish"]))
         if (self.ask.body.get("stream_options") or {}).get("include_usage"):
-            events.append(self.chunk([], usage=reply["usage"]))
+            events.append(sse(self.dialect.body(self.head, [], ".chunk") | {"usage": self.dialect.usage(completion)}))
         return b"".join([*events, b"data: [DONE]\n\n"])
 
 
 class Chat(Dialect):
-    limits, writer = ("max_completion_tokens", "max_tokens"), ChatStream
-    refused = {"functions": "send 'tools'", "audio": "this model writes text only"}
+    writer, limits = ChatStream, ("max_completion_tokens", "max_tokens")
+    refused = {"functions": "send 'tools'", "audio": "this model writes text"}
 
-    def read(self, ask: Ask, body: JSON) -> None:
-        check_samples(body)
-        ask.messages = ordered([self.message(message, f"messages[{at}].")
-                                for at, message in enumerate(objects(body, "messages"))], ask)
-        for at, tool in enumerate(objects(body, "tools")):
+    def read(self, ask: Ask, node: Node) -> None:
+        self.order(ask, [self.message(message) for message in node.nodes("messages")])
+        for tool in node.nodes("tools"):
             if tool.get("type", "function") == "function":
-                get(get(tool, "function", dict, where=f"tools[{at}].", need=True), "name", str,
-                    where=f"tools[{at}].function.", need=True)
-                ask.tools.append(tool)
+                tool.node("function", need=True).of("name", str, need=True)
+                ask.tools.append(dict(tool))
             else:
                 ask.overridden.append(hosted(tool["type"]))
-        self.choose(ask, body.get("tool_choice"), get(body, "parallel_tool_calls", bool), body.get("reasoning_effort"),
-                    body.get("response_format"))
-        if wishes := get(body, "chat_template_kwargs", dict):
+        self.choose(ask, node.get("tool_choice"), node.of("parallel_tool_calls", bool), node.get("reasoning_effort"),
+                    node.get("response_format"))
+        if wishes := node.of("chat_template_kwargs", dict):
             ask.extra["chat_template_kwargs"] = wishes
 
-    def message(self, message: JSON, where: str) -> JSON:
-        role, parts = message.get("role"), texts(message, "content", where)
+    def message(self, message: Node) -> JSON:
+        parts, calls = message.texts("content"), []
         content = [{"type": "text", "text": part} for part in parts] if len(parts) > 1 else "".join(parts)
-        if role == "assistant":
-            calls = []
-            for at, sent in enumerate(objects(message, "tool_calls", where)):
-                here = f"{where}tool_calls[{at}]."
-                called = get(sent, "function", dict, where=here, need=True)
-                arguments = get(called, "arguments", str, dict, where=here) or "{}"
-                calls.append(call(get(called, "name", str, where=here, need=True),
-                                  arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode(),
-                                  get(sent, "id", str, where=here)))
-            reasoning = [get(message, key, str, where=where) for key in ("reasoning_content", "reasoning")]
-            return assistant(content, reasoning[0] or reasoning[1] or "", calls)
-        if role not in ("system", "developer", "user", "tool"):
-            raise ApiError(400, f"{where}role must be system, developer, user, assistant or tool", "invalid_value")
-        return {"role": role, "content": content} | {
-            key: message[key] for key in ("name", "tool_call_id") if get(message, key, str, where=where)}
+        if (role := message.get("role")) not in ROLES:
+            raise message.wrong("role", f"must be one of {', '.join(ROLES)}")
+        if role != "assistant":
+            kept = {key: message.of(key, str) for key in ("name", "tool_call_id") if message.get(key)}
+            return {"role": role, "content": content} | kept
+        for sent in message.nodes("tool_calls"):
+            inner = sent.node("function", need=True)
+            arguments = inner.of("arguments", str, dict) or ""
+            calls.append(called(sent.of("id", str), inner.of("name", str, need=True),
+                                arguments if isinstance(arguments, str) else written(arguments)))
+        return assistant(content, message.of("reasoning", str) or message.of("reasoning_content", str), calls)
+
+    def choice(self, said: JSON, finish: str | None, key: str) -> JSON:
+        return {"index": 0, key: said, "logprobs": None, "finish_reason": "stop" if finish == "stop_string" else finish}
+
+    def body(self, head: JSON, choices: list[JSON], part: str = "") -> JSON:
+        return {"id": f"chatcmpl-{head['name']}", "object": f"chat.completion{part}", "created": head["created"],
+                "model": head["model"], "choices": choices}
+
+    def usage(self, completion: JSON) -> JSON:
+        prompt, sampled = completion["usage"]["prompt"], completion["usage"]["sampled"]
+        return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
     def reply(self, ask: Ask, completion: JSON) -> JSON:
-        message, finish = completion["message"], completion["finish"]
-        reasoning, calls, content = message.get("reasoning"), message.get("tool_calls"), message.get("content")
+        content, reasoning, calls = map(completion["message"].get, ("content", "reasoning", "tool_calls"))
         said = assistant(content or (None if reasoning or calls else ""), reasoning, calls)
-        return {"id": f"chatcmpl-{completion['name']}", "object": "chat.completion", "created": completion["created"],
-                "model": completion["model"], "usage": usage(completion), "choices": [{
-                    "index": 0, "message": said, "logprobs": None,
-                    "finish_reason": "stop" if finish == "stop_string" else finish}]}
+        return self.body(completion, [self.choice(said, completion["finish"], "message")]) | {
+            "usage": self.usage(completion)}
 
 
-def usage(completion: JSON) -> JSON:
-    prompt, sampled = completion["usage"]["prompt"], completion["usage"]["sampled"]
-    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+class Completions(Chat):
+    limits, refused = ("max_tokens",), {"suffix": "it writes from left to right", "echo": "the prompt is yours"}
 
-
-def check_samples(body: JSON) -> None:
-    for name in ("n", "best_of"):
-        if body.get(name) not in (None, 1):
-            raise ApiError(400, f"{name}={str(body[name])[:20]} is not supported: send parallel requests, each is a "
-                                "sample of its own", "unsupported_parameter")
-    get(body, "stream_options", dict)
-
-
-# ---- completions
-
-
-class CompletionsStream(ChatStream):
-    def chunk(self, choices: list[JSON], **more: Any) -> bytes:
-        return sse({"id": f"cmpl-{self.head['name']}", "object": "text_completion", "created": self.head["created"],
-                    "model": self.head["model"], "choices": choices, **more})
-
-    def choice(self, delta: JSON, finish: str | None = None) -> bytes:
-        said = delta.get("content") or delta.get("reasoning") or ""
-        return self.chunk([{"index": 0, "text": said, "logprobs": None, "finish_reason": finish}])
-
-
-class Completions(Dialect):
-    writer = CompletionsStream
-    refused = {"suffix": "this model writes from left to right", "echo": "the prompt is not repeated"}
-
-    def read(self, ask: Ask, body: JSON) -> None:
-        check_samples(body)
-        prompt = get(body, "prompt", str, list, need=True)
+    def read(self, ask: Ask, node: Node) -> None:
+        prompt = node.of("prompt", str, list, need=True)
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             prompt = prompt[0]
         if not prompt or isinstance(prompt, list) and not all(type(one) is int and 0 <= one < 2**31 for one in prompt):
-            raise ApiError(400, "prompt must be one text or one list of token ids, not empty: send parallel requests "
-                                "for several", "invalid_value")
+            raise node.wrong("prompt", "must be one text, or the ids of one, and not empty: send several in parallel")
         ask.prompt = prompt
-        if body.get("response_format"):
-            ask.overridden.append("response_format")
+        self.choose(ask, None, None, None, node.get("response_format"))
 
-    def reply(self, ask: Ask, completion: JSON) -> JSON:
-        message, finish = completion["message"], completion["finish"]
-        said = (message.get("reasoning") or "") + (message.get("content") or "")
-        return {"id": f"cmpl-{completion['name']}", "object": "text_completion", "created": completion["created"],
-                "model": completion["model"], "usage": usage(completion), "choices": [{
-                    "index": 0, "text": said, "logprobs": None,
-                    "finish_reason": "length" if finish == "length" else "stop"}]}
+    def choice(self, said: JSON, finish: str | None, key: str) -> JSON:
+        text = (said.get("reasoning") or "") + (said.get("content") or "")
+        return {"index": 0, "text": text} | super().choice({}, finish, "message")
+
+    def body(self, head: JSON, choices: list[JSON], part: str = "") -> JSON:
+        return super().body(head, choices) | {"id": f"cmpl-{head['name']}", "object": "text_completion"}
+
+
+# ---- replies of blocks: reasoning, then content, then calls
 
 
 class BlockStream(Stream):
-    """The reply as numbered blocks, one after another: reasoning, content, calls."""
+    index, kind, status = -1, None, "in_progress"  # of the last block; the open text; of the reply
 
-    index, kind = -1, None  # of the last block; what the open one is
-
-    def begin(self, block: JSON) -> bytes:
-        raise NotImplementedError
-
-    def block(self, kind: Kind, text: str) -> JSON:
-        raise NotImplementedError
-
-    def close(self, block: JSON) -> bytes:
-        raise NotImplementedError
+    def block(self, text: str) -> JSON:
+        return self.dialect.block(self.head["name"], self.kind, text, self.status)
 
     def event(self, kind: str, **data: Any) -> bytes:
         return sse({"type": kind, **data}, kind)
 
-    def open(self, kind: Kind | None, block: JSON) -> bytes:
-        self.index, self.kind = self.index + 1, kind
-        return self.begin(block)
+    def delta(self, kind: Kind, delta: str) -> bytes:
+        events = b""
+        if kind != self.kind:
+            events, self.kind, self.index = self.close(), kind, self.index + 1
+            events += self.begin(self.block(""))
+        return events + self.says(self.block(""), delta)
 
-    def close_text(self) -> bytes:
-        kind, self.kind = self.kind, None
-        return self.close(self.block(kind, "".join(self.sent[kind]))) if kind else b""
+    def close(self) -> bytes:
+        event = self.ended(self.block("".join(self.sent[self.kind]))) if self.kind else b""
+        self.kind = None
+        return event
 
-    def opened(self, kind: Kind) -> bytes:
-        return b"" if kind == self.kind else self.close_text() + self.open(kind, self.block(kind, ""))
+    def end(self, completion: JSON) -> bytes:
+        final = self.dialect.reply(self.ask, completion)
+        self.status = final.get("status")
+        events = [self.close()]
+        for block in final[self.dialect.blocks]:
+            if "name" in block:  # a call
+                self.index += 1
+                events += [self.begin(block), self.says(block, self.dialect.saying(block)), self.ended(block)]
+        return b"".join([*events, self.over(final)])
+
+
+class BlockDialect(Dialect):
+    def said(self, ask: Ask, completion: JSON, status: str) -> list[JSON]:
+        name, message = completion["name"], completion["message"]
+        said = [self.block(name, kind, message[kind], status) for kind in ("reasoning", "content") if message.get(kind)]
+        return said + [self.call(ask, f"{name}_{at}", sent) for at, sent in enumerate(message.get("tool_calls") or ())]
 
 
 # ---- responses
 
 
-SAYS = {"reasoning": ("response.reasoning_text", "text"), "message": ("response.output_text", "text"),
-        "function_call": ("response.function_call_arguments", "arguments"),
-        "custom_tool_call": ("response.custom_tool_call_input", "input")}  # event and field of what an item says
+EVENTS = {"reasoning": "response.reasoning_text", "message": "response.output_text",
+          "function_call": "response.function_call_arguments", "custom_tool_call": "response.custom_tool_call_input"}
+SAYS = {"function_call": "arguments", "custom_tool_call": "input"}  # the field that holds what a call says
 CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
 class ResponsesStream(BlockStream):
-    number, status = 0, "completed"
+    number = -1
 
     def event(self, kind: str, **data: Any) -> bytes:
         self.number += 1
-        return super().event(kind, sequence_number=self.number - 1, **data)
+        return super().event(kind, sequence_number=self.number, **data)
 
-    def response(self, status: str, **more: Any) -> JSON:
-        return self.dialect.response(self.ask, self.head, status, []) | more
+    def on(self, item: JSON, event: str, **data: Any) -> bytes:
+        part = {"content_index": 0} if "content" in item else {}
+        logprobs = {"logprobs": []} if event.startswith("response.output_text") else {}
+        return self.event(event, item_id=item["id"], output_index=self.index, **part, **data, **logprobs)
 
     def start(self) -> bytes:
-        return self.event("response.created", response=self.response("in_progress")) + self.ping()
+        return self.event("response.created", response=self.dialect.response(self.ask, self.head)) + self.ping()
 
     def ping(self) -> bytes:
-        return self.event("response.in_progress", response=self.response("in_progress"))
-
-    def block(self, kind: Kind, text: str) -> JSON:
-        return self.dialect.item(self.ask, self.head["name"], kind, text, self.status)
-
-    def at(self, item: JSON) -> JSON:
-        return {"item_id": item["id"], "output_index": self.index} | ({"content_index": 0} if "content" in item else {})
+        return self.event("response.in_progress", response=self.dialect.response(self.ask, self.head))
 
     def begin(self, item: JSON) -> bytes:
-        if "content" not in item:
-            begun = {**item, "status": "in_progress", SAYS[item["type"]][1]: ""}
-            return self.event("response.output_item.added", output_index=self.index, item=begun)
-        begun = {**item, "status": "in_progress", "content": []}
+        empty = {"content": []} if "content" in item else {SAYS[item["type"]]: ""}
+        begun = {**item, "status": "in_progress", **empty}
         added = self.event("response.output_item.added", output_index=self.index, item=begun)
-        return added + self.event("response.content_part.added", **self.at(item), part=item["content"][0])
+        return added + (self.on(item, "response.content_part.added", part=item["content"][0]) if "content" in item
+                        else b"")
 
-    def says(self, item: JSON, event: str, **data: Any) -> bytes:
-        logprobs = {"logprobs": []} if item["type"] == "message" else {}
-        return self.event(f"{SAYS[item['type']][0]}.{event}", **self.at(item), **data, **logprobs)
+    def says(self, item: JSON, delta: str) -> bytes:
+        return self.on(item, f"{EVENTS[item['type']]}.delta", delta=delta)
 
-    def delta(self, kind: Kind, delta: str) -> bytes:
-        return self.opened(kind) + self.says(self.block(kind, ""), "delta", delta=delta)
-
-    def close(self, item: JSON) -> bytes:
+    def ended(self, item: JSON) -> bytes:
+        done = f"{EVENTS[item['type']]}.done"
         if "content" in item:
             part = item["content"][0]
-            done = self.says(item, "done", text=part["text"])
-            done += self.event("response.content_part.done", **self.at(item), part=part)
+            events = self.on(item, done, text=part["text"]) + self.on(item, "response.content_part.done", part=part)
         else:
-            key = SAYS[item["type"]][1]
-            done = self.says(item, "done", **{key: item[key]}, name=item["name"])
-        return done + self.event("response.output_item.done", output_index=self.index, item=item)
+            events = self.on(item, done, name=item["name"], **{SAYS[item["type"]]: self.dialect.saying(item)})
+        return events + self.event("response.output_item.done", output_index=self.index, item=item)
 
-    def end(self, completion: JSON) -> bytes:
-        final = self.dialect.reply(self.ask, completion)
-        self.status = final["status"]
-        events = [self.close_text()]
-        for item in final["output"]:
-            if "content" not in item:
-                events.append(self.open(None, item) + self.says(item, "delta", delta=item[SAYS[item["type"]][1]]))
-                events.append(self.close(item))
-        return b"".join([*events, self.event(f"response.{final['status']}", response=final)])
+    def over(self, final: JSON) -> bytes:
+        return self.event(f"response.{final['status']}", response=final)
 
     def fail(self, error: ApiError) -> bytes:
         code = error.code or ("rate_limit_exceeded" if error.status == 429 else "server_error")
-        failed = self.response("failed", error={"code": code, "message": error.message})
-        return self.event("response.failed", response=failed)
+        return self.over(self.dialect.response(self.ask, self.head, "failed") | {
+            "error": {"code": code, "message": error.message}})
 
 
-class Responses(Dialect):
-    limits, writer = ("max_output_tokens",), ResponsesStream
-    refused = {"previous_response_id": "nothing is stored, send the whole conversation as 'input'",
-               "conversation": "nothing is stored, send the whole conversation as 'input'",
-               "background": "stream the reply", "prompt": "send 'instructions' and 'input'"}
+class Responses(BlockDialect):
+    writer, limits, blocks = ResponsesStream, ("max_output_tokens",), "output"
+    refused = {"background": "stream the reply", "prompt": "send 'instructions' and 'input'"} | dict.fromkeys(
+        ("previous_response_id", "conversation"), "nothing is stored, send the whole conversation as 'input'")
 
-    def read(self, ask: Ask, body: JSON) -> None:
-        for at, tool in enumerate(objects(body, "tools")):
-            where = f"tools[{at}]."
-            if tool.get("type") == "namespace":
-                space = get(tool, "name", str, where=where, need=True)
-                for inner in objects(tool, "tools", where):
-                    self.tool(ask, inner, where, {"namespace": space})
-            else:
-                self.tool(ask, tool, where, {})
-        messages = [{"role": "system", "content": joined(body, "instructions")}] if body.get("instructions") else []
-        if isinstance(get(body, "input", str, list, need=True), str):
-            messages.append({"role": "user", "content": body["input"]})
+    def read(self, ask: Ask, node: Node) -> None:
+        for tool in node.nodes("tools"):
+            if tool.get("type") != "namespace":
+                self.tool(ask, tool, {})
+            for inner in tool.nodes("tools") if tool.get("type") == "namespace" else ():
+                self.tool(ask, inner, {"namespace": tool.of("name", str, need=True)})
+        messages = [{"role": "system", "content": text}] if (text := node.text("instructions")) else []
+        if isinstance(node.of("input", str, list, need=True), str):
+            messages.append({"role": "user", "content": node["input"]})
         else:
-            self.items(messages, objects(body, "input"))
-        ask.messages = ordered(messages, ask)
-        get(body, "include", list)
-        self.choose(ask, body.get("tool_choice"), get(body, "parallel_tool_calls", bool),
-                    (get(body, "reasoning", dict) or {}).get("effort"), (get(body, "text", dict) or {}).get("format"))
+            self.items(messages, node.nodes("input"))
+        self.order(ask, messages)
+        self.choose(ask, node.get("tool_choice"), node.of("parallel_tool_calls", bool),
+                    node.node("reasoning").get("effort"), node.node("text").get("format"))
 
-    def tool(self, ask: Ask, tool: JSON, where: str, space: JSON) -> None:
-        kind = tool.get("type")
-        if kind not in ("function", "custom"):
+    def tool(self, ask: Ask, tool: Node, space: JSON) -> None:
+        if (kind := tool.get("type")) not in ("function", "custom"):
             return ask.overridden.append(hosted(kind))
-        own, about = get(tool, "name", str, where=where, need=True), get(tool, "description", str, where=where) or ""
-        parameters = CUSTOM if kind == "custom" else get(tool, "parameters", dict, where=where)
-        form = get(tool, "format", dict, where=where) or {}
+        own, about = tool.of("name", str, need=True), tool.of("description", str) or ""
+        form = tool.node("format")
         if form.get("type") == "grammar":  # not enforced, but the model may read it
             ask.overridden.append("tool_grammar")
             about += f"\nThe input follows this {form.get('syntax')} grammar:\n{form.get('definition')}"
-        name = self.flat(own, space)
-        ask.names[name] = {"type": "custom_tool_call" if kind == "custom" else "function_call", "name": own, **space}
-        ask.tools.append(function(name, about, parameters))
+        name = self.full(own, space)
+        ask.named[name] = {"type": "function_call" if kind == "function" else "custom_tool_call", "name": own, **space}
+        ask.tools.append(function(name, about, tool.of("parameters", dict) if kind == "function" else CUSTOM))
 
-    def flat(self, name: str, space: JSON) -> str:
-        """A namespace is the beginning of a function's name, for a chat template."""
+    def full(self, name: str, space: JSON) -> str:
+        """Chat templates know no namespaces: a function's name begins with its own."""
         return f"{space['namespace']}__{name}" if space.get("namespace") else name
 
-    def items(self, messages: list[JSON], items: list[JSON]) -> None:
-        """Reasoning, a message and calls in a row become one assistant message; an item that would stand before what
-        is there begins another."""
-        last = 9
-        for at, item in enumerate(items):
-            where = f"input[{at}]."
-            kind = get(item, "type", str, where=where) or "message"
-            rank = {"reasoning": 0, "message": 1, "function_call": 2, "custom_tool_call": 2}.get(kind, 9)
-            if kind == "message" and item.get("role") != "assistant":
-                if item.get("role") not in ("user", "system", "developer"):
-                    raise ApiError(400, f"{where}role must be user, assistant, system or developer", "invalid_value")
-                messages.append({"role": item["role"], "content": joined(item, "content", where)})
-                rank = 9
+    def items(self, messages: list[JSON], items: list[Node]) -> None:
+        """Reasoning, a message and calls in a row are one assistant message; one that is out of this order begins
+        another."""
+        ranks, last = {"reasoning": 0, "message": 1, "function_call": 2, "custom_tool_call": 2}, 3
+        for item in items:
+            kind, role = item.of("type", str) or "message", item.get("role")
+            rank = 3 if kind == "message" and role != "assistant" else ranks.get(kind, 3)
+            if rank < last or rank == last == 1:
+                messages.append(assistant(""))
+            if kind == "reasoning":
+                messages[-1] |= assistant("", item.text("content") or item.text("summary"))
+            elif kind in SAYS:
+                said = item.of(SAYS[kind], str, need=True)
+                messages[-1].setdefault("tool_calls", []).append(called(
+                    item.of("call_id", str, need=True), self.full(item.of("name", str, need=True), item),
+                    said if kind == "function_call" else written({"input": said})))
+            elif rank == 1:
+                messages[-1]["content"] = item.text("content")
+            elif kind == "message" and role in ROLES[:3]:
+                messages.append({"role": role, "content": item.text("content")})
             elif kind in ("function_call_output", "custom_tool_call_output"):
-                messages.append({"role": "tool", "content": joined(item, "output", where),
-                                 "tool_call_id": get(item, "call_id", str, where=where, need=True)})
-            elif rank == 9:
-                raise ApiError(400, f"{where}type {kind[:100]!r} is not supported", "unsupported_content")
+                messages.append({"role": "tool", "content": item.text("output"),
+                                 "tool_call_id": item.of("call_id", str, need=True)})
             else:
-                if rank < last or rank == last == 1:
-                    messages.append(assistant("", "", []))
-                self.add(messages[-1], item, kind, where)
+                raise item.wrong(f"type {kind[:60]!r}", f"with role {role!r} is not supported", "unsupported_content")
             last = rank
 
-    def add(self, message: JSON, item: JSON, kind: str, where: str) -> None:
+    def block(self, name: str, kind: Kind, text: str, status: str) -> JSON:
         if kind == "reasoning":
-            reasoning = joined(item, "content", where) or get(item, "encrypted_content", str, where=where)
-            message |= assistant("", reasoning or joined(item, "summary", where), [])
-        elif kind == "message":
-            message["content"] = joined(item, "content", where)
-        else:
-            space, name = {"namespace": get(item, "namespace", str, where=where)}, get(item, "name", str, where=where)
-            said = get(item, SAYS[kind][1], str, where=where, need=True)
-            arguments = said if kind == "function_call" else orjson.dumps({"input": said}).decode()
-            message.setdefault("tool_calls", []).append(
-                call(self.flat(name or "", space), arguments, get(item, "call_id", str, where=where, need=True)))
-
-    def item(self, ask: Ask, name: str, kind: Kind, text: str, status: str) -> JSON:
-        if kind == "content":
-            return {"type": "message", "id": f"msg_{name}", "role": "assistant", "status": status,
-                    "content": [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]}
-        # Clients that keep the conversation themselves echo this and may drop the text (Codex does): it is the text.
-        kept = {"encrypted_content": text} if "reasoning.encrypted_content" in (ask.body.get("include") or ()) else {}
-        return {"type": "reasoning", "id": f"rs_{name}", "summary": [],
-                "content": [{"type": "reasoning_text", "text": text}], **kept}
+            return {"type": "reasoning", "id": f"rs_{name}", "summary": [],
+                    "content": [{"type": "reasoning_text", "text": text}]}
+        return {"type": "message", "id": f"msg_{name}", "role": "assistant", "status": status,
+                "content": [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]}
 
     def call(self, ask: Ask, name: str, sent: JSON) -> JSON:
-        called, arguments = sent["function"]["name"], sent["function"]["arguments"]
-        known = ask.names.get(called) or {"type": "function_call", "name": called}
-        item = {**known, "id": name, "call_id": sent["id"], "status": "completed"}
-        if known["type"] == "function_call":
-            return {**item, "id": f"fc_{name}", "arguments": arguments}
-        written = as_object(arguments).get("input")
-        return {**item, "id": f"ctc_{name}", "input": written if isinstance(written, str) else arguments}
+        full, arguments = sent["function"]["name"], sent["function"]["arguments"]
+        item = {"call_id": sent["id"], "status": "completed"} | (ask.named.get(full) or {
+            "type": "function_call", "name": full})
+        if item["type"] == "function_call":
+            return item | {"id": f"fc_{name}", "arguments": arguments}
+        said = as_object(arguments).get("input")
+        return item | {"id": f"ctc_{name}", "input": said if isinstance(said, str) else arguments}
 
-    def response(self, ask: Ask, head: JSON, status: str, output: list[JSON]) -> JSON:
+    def saying(self, item: JSON) -> str:
+        return item[SAYS[item["type"]]]
+
+    def response(self, ask: Ask, head: JSON, status: str = "in_progress") -> JSON:
         body = ask.body
         return {"id": f"resp_{head['name']}", "object": "response", "created_at": head["created"], "status": status,
                 "error": None, "incomplete_details": None, "instructions": body.get("instructions"), "metadata": {},
-                "model": head["model"], "output": output, "parallel_tool_calls": body.get("parallel_tool_calls", True),
+                "model": head["model"], "output": [], "parallel_tool_calls": body.get("parallel_tool_calls", True),
                 "tool_choice": body.get("tool_choice") or "auto", "tools": body.get("tools") or [], "usage": None}
 
     def reply(self, ask: Ask, completion: JSON) -> JSON:
-        message, cut, name = completion["message"], completion["finish"] == "length", completion["name"]
+        cut, usage = completion["finish"] == "length", completion["usage"]
         status = "incomplete" if cut else "completed"
-        output = [self.item(ask, name, kind, message[kind], status) for kind in ("reasoning", "content")
-                  if message.get(kind)]
-        output += [self.call(ask, f"{name}_{at}", sent) for at, sent in enumerate(message.get("tool_calls") or ())]
-        prompt, sampled = completion["usage"]["prompt"], completion["usage"]["sampled"]
-        return self.response(ask, completion, status, output) | {
+        return self.response(ask, completion, status) | {
+            "output": self.said(ask, completion, status),
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "usage": {"input_tokens": prompt, "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-                      "output_tokens": sampled, "output_tokens_details": {"reasoning_tokens": 0},
-                      "total_tokens": prompt + sampled}}
+            "usage": {"input_tokens": usage["prompt"], "output_tokens": usage["sampled"],
+                      "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                      "output_tokens_details": {"reasoning_tokens": 0},
+                      "total_tokens": usage["prompt"] + usage["sampled"]}}
 
 
 # ---- Anthropic messages
 
 
-class MessagesStream(BlockStream):
-    def block(self, kind: Kind, text: str) -> JSON:
-        if kind == "content":
-            return {"type": "text", "text": text}
-        return {"type": "thinking", "thinking": text, "signature": f"sig_{self.head['name']}"}
+DELTAS = {"thinking": ("thinking_delta", "thinking"), "text": ("text_delta", "text"),
+          "tool_use": ("input_json_delta", "partial_json")}
 
+
+class MessagesStream(BlockStream):
     def start(self) -> bytes:
-        begun = {"id": f"msg_{self.head['name']}", "type": "message", "role": "assistant", "model": self.head["model"],
-                 "content": [], "stop_reason": None, "stop_sequence": None,
-                 "usage": {"input_tokens": 0, "output_tokens": 0}}
-        return self.event("message_start", message=begun)
+        return self.event("message_start", message=self.dialect.message(self.head))
 
     def ping(self) -> bytes:
         return self.event("ping")
 
     def begin(self, block: JSON) -> bytes:
-        empty = {"thinking": "", "signature": "", "text": "", "input": {}}
-        begun = {key: empty.get(key, value) for key, value in block.items()}
-        return self.event("content_block_start", index=self.index, content_block=begun)
+        empty = {"signature": ""} if "signature" in block else {"input": {}} if "input" in block else {}
+        return self.event("content_block_start", index=self.index, content_block=block | empty)
 
-    def block_delta(self, kind: str, **data: Any) -> bytes:
-        return self.event("content_block_delta", index=self.index, delta={"type": kind, **data})
+    def says(self, block: JSON, delta: str) -> bytes:
+        kind, key = DELTAS[block["type"]]
+        return self.event("content_block_delta", index=self.index, delta={"type": kind, key: delta})
 
-    def delta(self, kind: Kind, delta: str) -> bytes:
-        key = "text" if kind == "content" else "thinking"
-        return self.opened(kind) + self.block_delta(f"{key}_delta", **{key: delta})
+    def ended(self, block: JSON) -> bytes:
+        signed = {"type": "signature_delta", "signature": block.get("signature")}
+        event = self.event("content_block_delta", index=self.index, delta=signed) if "signature" in block else b""
+        return event + self.event("content_block_stop", index=self.index)
 
-    def close(self, block: JSON) -> bytes:
-        signed = "signature" in block
-        signature = self.block_delta("signature_delta", signature=block["signature"]) if signed else b""
-        return signature + self.event("content_block_stop", index=self.index)
-
-    def end(self, completion: JSON) -> bytes:
-        final = self.dialect.reply(self.ask, completion)
-        events = [self.close_text()]
-        for block in final["content"]:
-            if block["type"] == "tool_use":
-                events.append(self.open(None, block))
-                events.append(self.block_delta("input_json_delta", partial_json=orjson.dumps(block["input"]).decode()))
-                events.append(self.close(block))
+    def over(self, final: JSON) -> bytes:
         stop = {key: final[key] for key in ("stop_reason", "stop_sequence")}
-        events.append(self.event("message_delta", delta=stop, usage=final["usage"]))
-        return b"".join([*events, self.event("message_stop")])
+        return self.event("message_delta", delta=stop, usage=final["usage"]) + self.event("message_stop")
 
     def fail(self, error: ApiError) -> bytes:
         return sse(self.dialect.error(error), "error")
 
 
-class Messages(Dialect):
-    writer, stops = MessagesStream, "stop_sequences"
+class Messages(BlockDialect):
+    writer, stops, blocks = MessagesStream, "stop_sequences", "content"
 
-    def read(self, ask: Ask, body: JSON) -> None:
-        system = texts(body, "system")
-        if system and system[0].startswith("x-anthropic-billing-header"):  # another one in each request
+    def read(self, ask: Ask, node: Node) -> None:
+        system = node.texts("system")
+        if system and system[0].startswith("x-anthropic-billing-header"):  # differs in each request
             ask.overridden.append("billing_header")
             system[0] = system[0].partition("\n")[2]
-        messages = [{"role": "system", "content": "\n".join(filter(None, system))}] if any(system) else []
-        for at, message in enumerate(objects(body, "messages")):
-            role, where = message.get("role"), f"messages[{at}]."
-            if role not in ("user", "assistant", "system"):
-                raise ApiError(400, f"{where}role must be user, assistant or system", "invalid_value")
-            if not isinstance(message.get("content"), list):
-                messages.append({"role": role, "content": joined(message, "content", where)})
+        messages = [{"role": "system", "content": joined(system)}] if any(system) else []
+        for message in node.nodes("messages"):
+            if (role := message.get("role")) not in ("user", "assistant", "system"):
+                raise message.wrong("role", "must be user, assistant or system")
+            content = message.of("content", str, list, need=True)
+            if isinstance(content, str):
+                messages.append({"role": role, "content": content})
             elif role == "assistant":
-                messages.append(self.said(ask, objects(message, "content", where), where))
+                messages.append(self.answer(ask, message.nodes("content")))
             else:
-                messages += self.told(role, objects(message, "content", where), where)
-        ask.messages = ordered(messages, ask)
-        for at, tool in enumerate(objects(body, "tools")):
-            if tool.get("type") in (None, "custom"):
-                name, about = (get(tool, key, str, where=f"tools[{at}].", need=key == "name")
-                               for key in ("name", "description"))
-                ask.tools.append(function(name, about, get(tool, "input_schema", dict, where=f"tools[{at}].")))
+                messages += self.told(role, message.nodes("content"))
+        self.order(ask, messages)
+        for tool in node.nodes("tools"):
+            if (kind := tool.get("type")) in (None, "custom"):
+                ask.tools.append(function(tool.of("name", str, need=True), tool.of("description", str),
+                                          tool.of("input_schema", dict)))
             else:
-                ask.overridden.append(hosted(tool["type"]))
-        choice, config = get(body, "tool_choice", dict) or {}, get(body, "output_config", dict) or {}
-        thinking = get(body, "thinking", dict) or {}
+                ask.overridden.append(hosted(kind))
+        choice, config, thinking = node.node("tool_choice"), node.node("output_config"), node.node("thinking")
         ask.overridden += ["thinking_budget"] * bool(thinking.get("budget_tokens"))
         self.choose(ask, choice.get("type"), False if choice.get("disable_parallel_tool_use") else None,
                     "none" if thinking.get("type") == "disabled" else config.get("effort"),
-                    config.get("format") or body.get("output_format"))
+                    config.get("format") or node.get("output_format"))
 
-    def said(self, ask: Ask, blocks: list[JSON], where: str) -> JSON:
+    def answer(self, ask: Ask, blocks: list[Node]) -> JSON:
         reasoning, content, calls = [], [], []
         for block in blocks:
             kind = block.get("type")
             if kind == "thinking":
-                reasoning.append(get(block, "thinking", str, where=where, need=True))
+                reasoning.append(block.of("thinking", str, need=True))
             elif kind == "redacted_thinking":
                 ask.overridden.append("redacted_thinking")
             elif kind == "tool_use":
-                given = orjson.dumps(get(block, "input", dict, where=where) or {}).decode()
-                calls.append(call(get(block, "name", str, where=where, need=True), given,
-                                  get(block, "id", str, where=where, need=True)))
+                calls.append(called(block.of("id", str, need=True), block.of("name", str, need=True),
+                                    written(block.of("input", dict) or {})))
             else:
-                content += texts({"content": [block]}, "content", where)
-        return assistant("\n".join(filter(None, content)), "\n".join(filter(None, reasoning)), calls)
+                content.append(block.said())
+        return assistant(joined(content), joined(reasoning), calls)
 
-    def told(self, role: str, blocks: list[JSON], where: str) -> list[JSON]:
+    def told(self, role: str, blocks: list[Node]) -> list[JSON]:
         """Tool results and what is said between them, in their order."""
         messages: list[JSON] = []
         for block in blocks:
             if block.get("type") == "tool_result":
-                result = joined(block, "content", where)
-                # Chat has no flag for it, so that it is said; most harnesses do themselves.
+                result = block.text("content")
+                # Chat has no flag for a failure; most harnesses say it in words as well.
                 failed = block.get("is_error") and "error" not in result.lower()
-                messages.append({"role": "tool", "content": "Error: " * bool(failed) + result,
-                                 "tool_call_id": get(block, "tool_use_id", str, where=where, need=True)})
-                continue
-            said = texts({"content": [block]}, "content", where)[0]
-            if said and messages and messages[-1]["role"] == role:
-                messages[-1]["content"] += "\n" + said
-            elif said:
+                messages.append({"role": "tool", "content": f"Error: {result}" if failed else result,
+                                 "tool_call_id": block.of("tool_use_id", str, need=True)})
+            elif messages and messages[-1]["role"] == role:
+                messages[-1]["content"] = joined([messages[-1]["content"], block.said()])
+            elif (said := block.said()) or len(blocks) == 1:
                 messages.append({"role": role, "content": said})
-        return messages or [{"role": role, "content": ""}]
+        return messages
+
+    def block(self, name: str, kind: Kind, text: str, status: str) -> JSON:
+        return {"type": "text", "text": text} if kind == "content" else {
+            "type": "thinking", "thinking": text, "signature": f"sig_{name}"}
+
+    def call(self, ask: Ask, name: str, sent: JSON) -> JSON:
+        return {"type": "tool_use", "id": sent["id"], "name": sent["function"]["name"],
+                "input": as_object(sent["function"]["arguments"])}
+
+    def saying(self, block: JSON) -> str:
+        return written(block["input"])
+
+    def message(self, head: JSON) -> JSON:
+        return {"id": f"msg_{head['name']}", "type": "message", "role": "assistant", "model": head["model"],
+                "content": [], "stop_reason": None, "stop_sequence": None,
+                "usage": {"input_tokens": 0, "output_tokens": 0}}
 
     def reply(self, ask: Ask, completion: JSON) -> JSON:
-        message, head = completion["message"], self.stream(ask, completion)
-        content = [head.block(kind, message[kind]) for kind in ("reasoning", "content") if message.get(kind)]
-        content += [{"type": "tool_use", "id": sent["id"], "name": sent["function"]["name"],
-                     "input": as_object(sent["function"]["arguments"])} for sent in message.get("tool_calls") or ()]
         stop = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "stop_string": "stop_sequence"}
-        return {"id": f"msg_{completion['name']}", "type": "message", "role": "assistant", "model": completion["model"],
-                "content": content, "stop_reason": stop[completion["finish"]],
-                "stop_sequence": completion["stop_string"] if completion["finish"] == "stop_string" else None,
-                "usage": {"input_tokens": completion["usage"]["prompt"],
-                          "output_tokens": completion["usage"]["sampled"]}}
+        return self.message(completion) | {
+            "content": self.said(ask, completion, ""), "stop_reason": stop[completion["finish"]],
+            "stop_sequence": completion.get("stop_string"),
+            "usage": {"input_tokens": completion["usage"]["prompt"], "output_tokens": completion["usage"]["sampled"]}}
 
     def error(self, error: ApiError) -> JSON:
-        kind = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
-                429: "rate_limit_error", 503: "overloaded_error"}.get(error.status, "invalid_request_error")
         message = error.message
-        if error.code == "context_length_exceeded":  # in the words that clients look for, with the numbers if we know
+        if error.code == "context_length_exceeded":  # in the words that clients look for
             limit, asked = [*map(int, re.findall(r"\d+", message)), 0, 0][:2]
-            message = f"{asked} tokens > {limit} maximum" if asked > limit else message
-            message = f"prompt is too long: {message}"
-        return {"type": "error", "error": {
-            "type": "api_error" if error.status >= 500 and error.status != 503 else kind, "message": message}}
+            message = f"prompt is too long: {f'{asked} tokens > {limit} maximum' if asked > limit else message}"
+        return {"type": "error", "error": {"type": self.fault(error), "message": message}}
 
 
 DIALECTS: dict[str, Dialect] = {"/v1/chat/completions": Chat(), "/v1/completions": Completions(),
