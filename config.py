@@ -63,6 +63,9 @@ class Config:
     """Seconds for one rollout's harness and verifier each, held time excluded."""
     on_failure: Literal["zero", "drop"] = "zero"
     """What a rollout counts whose harness or verifier failed or ran out of time: reward 0, or nothing."""
+    history: Literal["exact", "tokens", "messages"] = "tokens"
+    """Where sampled ids take the place of the rendered ones in later prompts of a rollout. exact: nowhere. tokens: where
+    both are the same text. messages: also where the harness sent our message back unchanged and the template rewrote it."""
 
     # --- sampling
     temperature: float = 1.0

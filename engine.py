@@ -638,7 +638,8 @@ def answer(content: dict, status: int = 200) -> Response:
 def create_app(api: Api, key: str = "") -> Callable:
     """The ASGI application. With a key, every route asks for it: whoever can set weights owns the run."""
     engine = api.engine
-    card = {"id": api.name, "object": "model", "created": 0, "owned_by": "harnessed", "max_model_len": api.max_context}
+    card = {"id": api.name, "object": "model", "created": 0, "owned_by": "harnessed", "max_model_len": api.max_context,
+            "root": api.tokenizer.name_or_path}
     talk = {"/v1/chat/completions/render": api.render, "/v1/chat/completions/derender": api.derender,
             "/inference/v1/generate": api.generate}
     control: dict[str, Callable] = {

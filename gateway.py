@@ -1,19 +1,19 @@
 """The gateway: rollouts, their keys, the model proxy that harnesses call, the turn log, and the hold during an update.
 
     trainer --POST /rollouts--> queue --POST /claim--> controller --agent key--> harness (--verifier key--> verifier)
-    harness --/v1/chat/completions--> [key, limits] -> gate -> render -> gate -> generate -> derender -> log -> reply
+    harness --/v1/...--> [key, dialect] -> gate -> render -> splice -> gate -> generate -> derender -> log -> reply
     trainer --/pause--> the gate closes: new calls wait at it; generations that the engine aborts come back with their
             ids, wait at it too, and go on from those ids after /resume. The harness sees one slow reply.
     trainer <--GET /finished (long poll)-- rollouts in the order in which they ended
+
+A call is a task of its own, and a connection reads from it: if the client leaves, the call goes on for a grace time and
+the same request finds it again; later, or after a crash, the log gives the reply or the ids to go on from.
 
 One process, one event loop, one SQLite connection (WAL), which is the state: in memory besides it are the open calls
 and a cache. What is written is committed before the next `await`, so a transaction is what happens between two of them,
 and before the reply that depends on it: `kill -9` loses nothing that was acknowledged (synchronous=NORMAL: a power cut
 may take the last moments, never half of one). What a killed gateway was sampling is gone with its connections;
 harnesses retry.
-
-Left out, for now: other dialects than chat completions, streaming token by token, replaying or joining retried calls,
-splicing sampled ids into prompts, stop strings (they are counted as overridden).
 
     python gateway.py --run-dir runs/demo --engine-url http://127.0.0.1:8000 --engine-key-file K --port 8100
 It makes runs/demo/{gateway.sqlite,secret} where they are missing. Its log is JSON lines on stderr.
@@ -35,6 +35,7 @@ import time
 import traceback
 import zlib
 from array import array
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,10 +50,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from tokenizers import Tokenizer, decoders, pre_tokenizers
 
-import dialects
 from config import make_key, read_secret
-from dialects import ApiError
+from dialects import DIALECTS, ApiError, Ask, Dialect
+from trajectory import after_reply, continued
 
 JSON = dict[str, Any]
 MAX_BRANCHES = 8  # cached token sequences of one attempt; what continues an older one is only stored less compactly
@@ -60,9 +62,10 @@ MAX_EVENT = 256 * 1024  # bytes
 STREAM_ABOVE = 256  # plain calls for more tokens than this stream from the engine, so that its death loses few
 STRAGGLER_SECONDS = 5.0  # after a pause, a request that waits inside the paused engine is taken back
 RETRY_AFTER = {429: {"retry-after": "1"}, 503: {"retry-after": "5"}}
-DROPPED = ("logit_bias", "response_format", "stop", "logprobs", "top_logprobs", "structured_outputs", "guided_json")
+MARKERS = ("<tool_call>", "<think>", "</think>", "<function=", "[TOOL_CALLS]", "<|python_tag|>")  # of a parser's matter
 OVERFLOW = re.compile(r"maximum (context|model) length|context length|max_model_len", re.IGNORECASE)
 # turns.ids: int32, prompt and response without the first `shared`, which are those of turn `parent`; logprobs: float64
+# turns.status: ok (reply logged, delivery unknown), delivered, aborted (the client left), error
 # messages: a message and (`before`) the conversation before it, addressed by the hash of both
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS groups(name TEXT PRIMARY KEY, body BLOB);
@@ -72,9 +75,11 @@ CREATE TABLE IF NOT EXISTS rollouts(id TEXT PRIMARY KEY, "group" TEXT, "index" I
     turns INT DEFAULT 0, calls INT DEFAULT 0, sampled_tokens INT DEFAULT 0, version_min INT, version_max INT,
     seq INT UNIQUE, started_at REAL, finished_at REAL);
 CREATE INDEX IF NOT EXISTS rollouts_status ON rollouts(status);
-CREATE TABLE IF NOT EXISTS turns(rollout TEXT, attempt INT, "index" INT, parent INT, shared INT, prompt INT, ids BLOB,
-    logprobs BLOB, versions BLOB, finish_reason TEXT, request BLOB, reply BLOB, status TEXT, error TEXT,
-    started_at REAL, finished_at REAL, PRIMARY KEY(rollout, attempt, "index"));
+CREATE TABLE IF NOT EXISTS turns(rollout TEXT, attempt INT, "index" INT, status TEXT, error TEXT, name TEXT,
+    digest BLOB, dialect TEXT, fork TEXT, parent INT, shared INT, prompt INT, finish_reason TEXT, stop_string TEXT,
+    head BLOB, request BLOB, reply BLOB, started_at REAL, finished_at REAL, versions BLOB, ids BLOB, logprobs BLOB,
+    PRIMARY KEY(rollout, attempt, "index"));
+CREATE INDEX IF NOT EXISTS turns_digest ON turns(digest);
 CREATE TABLE IF NOT EXISTS messages(hash BLOB PRIMARY KEY, before BLOB, data BLOB);
 CREATE TABLE IF NOT EXISTS events(rollout TEXT, attempt INT, kind TEXT, data BLOB, at REAL);
 CREATE TABLE IF NOT EXISTS steps(step INT PRIMARY KEY, data BLOB);
@@ -96,7 +101,13 @@ class GatewaySettings:
     engine_retry: float = 60.0  # Seconds for which a call waits for an engine that fails before it gets 503.
     max_open_calls: int = 64  # Open model calls of one rollout; more get 429.
     max_body: int = 64 * 2**20  # Bytes of one request; more get 413.
-    keepalive: float = 15.0  # Seconds of silence after which a waiting stream gets an empty event.
+    keepalive: float = 15.0  # Seconds of silence after which a waiting client gets an empty event, or white space.
+    grace: float = 30.0  # Seconds for which a call whose client has left goes on.
+    history: Literal["exact", "tokens", "messages"] = "tokens"
+    """Where sampled ids take the place of the rendered ones in a prompt. exact: nowhere. tokens: where both are the same
+    text. messages: also where the harness sent our message back unchanged and the template rewrote it (took out the
+    thinking, say)."""
+    tokenizer: str = ""  # The model's directory (with tokenizer.json) or hub name. Empty: what the engine calls `root`.
     die_with_parent: bool = False  # End when the process that started this one ends.
 
 
@@ -157,6 +168,20 @@ def packed(data: Any) -> bytes:
     return zlib.compress(orjson.dumps(data), 1)
 
 
+def address(before: bytes, message: JSON) -> bytes:
+    """Of a conversation that goes on with `message`, taken by its meaning: harnesses send the same back with null for
+    "", in parts or whole, with other spaces in tool arguments, or without the reasoning."""
+    said: Any = message
+    with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
+        content = message.get("content") or ""
+        content = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+        said = {**message, "content": content}
+        if message["role"] == "assistant":
+            said = [content, [(call["function"]["name"], orjson.loads(call["function"]["arguments"]))
+                              for call in message.get("tool_calls") or ()]]
+    return hashlib.blake2b(before + orjson.dumps(said, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()
+
+
 def common_ids(a: bytes, b: bytes) -> int:
     """Number of leading int32 ids that two sequences share: they end before the lowest bit that differs."""
     size = min(len(a), len(b))
@@ -166,43 +191,179 @@ def common_ids(a: bytes, b: bytes) -> int:
     return ((differing & -differing).bit_length() - 1) // 32
 
 
-class Branches(dict[int, bytes]):
-    """The token sequences of an attempt that no later turn continues, by turn."""
+class Vocabulary:
+    """What the gateway must know of the model's tokenizer."""
 
-    def add(self, index: int, ids: bytes) -> tuple[int, int]:
-        """-> the turn with the longest common beginning, and that beginning's length in ids."""
-        shared, parent = max(((common_ids(branch, ids), turn) for turn, branch in self.items()), default=(0, -1))
-        if len(self.get(parent, b"")) == 4 * shared:
-            self.pop(parent, None)
-        elif len(self) >= MAX_BRANCHES:
-            del self[next(iter(self))]
-        self[index] = ids
-        return parent, shared
+    def __init__(self, model: str) -> None:
+        file = Path(model, "tokenizer.json")
+        self.tokenizer = Tokenizer.from_file(str(file)) if file.is_file() else Tokenizer.from_pretrained(model)
+        added, decoder = self.tokenizer.get_added_tokens_decoder(), repr(self.tokenizer.decoder)
+        self.spelling = Spelling({index: token for token, index in self.tokenizer.get_vocab().items()})
+        if "ByteLevel" in decoder:  # ids spell bytes, each written as one character
+            level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+            for index, token in added.items():
+                self.spelling[index] = "".join(part for part, _ in level.pre_tokenize_str(token.content))
+        elif "▁" not in decoder:  # unknown: what its tokens spell together may depend on their borders
+            self.spelling = None
+        self.special = {index for index, token in added.items() if token.special}
+        self.markers = {*MARKERS, *(token.content for token in added.values())}
+
+
+class Spelling(dict[int, str]):
+    def __missing__(self, index: int) -> str:
+        return f"\0{index}\0"  # an id beyond the tokenizer's, which a padded embedding may sample
+
+
+class Text:
+    """The text of a call as it is sampled: what of it can be streamed, and where a stop string ends it."""
+
+    def __init__(self, vocabulary: Vocabulary, stop: list[str], ids: list[int]) -> None:
+        self.vocabulary, self.stop, self.decoder = vocabulary, stop, decoders.DecodeStream(skip_special_tokens=True)
+        self.taken_back = [*vocabulary.markers, *stop]
+        self.marker = re.compile("|".join(map(re.escape, self.taken_back)))
+        self.longest = max(map(len, self.taken_back))
+        self.text, self.safe, self.held = "", 0, False
+        self.add(ids)
+
+    def add(self, ids: list[int]) -> tuple[int, str]:
+        """-> how many of the ids, and the stop string that is complete with the last of these ("": none)."""
+        for at, token in enumerate(ids):
+            self.held |= token in self.vocabulary.special
+            begin = len(self.text) - self.longest
+            self.text += self.decoder.step(self.vocabulary.tokenizer, token) or ""
+            for stop in self.stop:
+                if self.text.find(stop, max(0, begin)) >= 0:
+                    return at + 1, stop
+        return len(ids), ""
+
+    def readable(self) -> int:
+        """Length of the text before the first marker or stop string, or what may become one, or white space at the end
+        (which parsers strip)."""
+        if not self.held:
+            found = self.marker.search(self.text, self.safe)
+            end, self.held = found.start() if found else len(self.text), bool(found)
+            tails = (self.text[max(self.safe, end - size):end] for size in range(self.longest - 1, 0, -1))
+            end -= next((len(tail) for tail in tails if any(mark.startswith(tail) for mark in self.taken_back)), 0)
+            self.safe += len(self.text[self.safe:end].rstrip())
+        return self.safe
+
+
+class Attempt:
+    """What the log holds of a running attempt: the token sequences that no later turn continues, by their last turn,
+    with the turns that end in them; the conversations; retries that are due."""
+
+    def __init__(self) -> None:
+        self.branches: dict[int, tuple[bytes, dict[int, int]]] = {}  # ids, {end: turn}
+        self.replies: dict[bytes, int] = {}  # the address of a reply -> its turn
+        self.heads: set[bytes] = set()  # addresses of first messages
+        self.failed: Counter[bytes] = Counter()  # requests that got an error and nothing sampled
+
+    def add(self, turn: int, ids: bytes, reply: bytes | None, head: bytes | None) -> tuple[int, int, bool]:
+        """-> the turn with the longest common beginning, its length in ids, and whether it is all of that turn's."""
+        common = ((common_ids(known, ids), at) for at, (known, _) in self.branches.items())
+        shared, whole, parent = max(((same, 4 * same == len(self.branches[at][0]), at) for same, at in common),
+                                    default=(0, True, -1))
+        ends = self.branches[parent][1] if self.branches else {}
+        if whole:
+            self.branches.pop(parent, None)
+        elif len(self.branches) >= MAX_BRANCHES:
+            del self.branches[next(iter(self.branches))]
+        self.branches[turn] = ids, {end: at for end, at in ends.items() if end <= shared} | {len(ids) // 4: turn}
+        self.heads |= {head} - {None}
+        self.said(turn, reply)
+        return parent, shared, whole
+
+    def said(self, turn: int, reply: bytes | None) -> None:
+        if reply:
+            self.replies[reply] = turn
+
+    def splice(self, prompt: list[int], addresses: list[bytes], head: bytes, mode: str,
+               spelling: Spelling | None) -> tuple[list[int], str | None]:
+        """The prompt, with sampled ids where `mode` allows; and why it continues no earlier turn to its end."""
+        packed, inside, best, drift = array("i", prompt).tobytes(), False, (0, 0, 0), False
+        for turn, (known, ends) in self.branches.items():
+            same = common_ids(known, packed)
+            if 4 * same == len(known):
+                return prompt, None
+            inside |= same == len(prompt)
+            best = max([best, *((end, end, turn) for end in ends if end <= same)])
+            if spelling and same:
+                end, position = continued(prompt, array("i", known), same, list(ends), spelling)
+                if end > best[0] and position and mode != "exact":
+                    best, drift = (end, position, turn), False
+                elif end > best[0]:
+                    drift = True
+        echoed = next((self.replies[address] for address in reversed(addresses) if address in self.replies), None)
+        template = echoed is not None
+        for turn, (known, ends) in self.branches.items():
+            for end, at in ends.items():
+                if at == echoed and end <= best[0]:
+                    template = False
+                elif at == echoed and mode == "messages":
+                    if position := after_reply(prompt, array("i", known[:4 * end]).tolist()):
+                        best, template, drift = (end, position, turn), False, False
+        end, position, turn = best
+        known, _ = self.branches.get(turn, (b"", {}))
+        prompt = array("i", known[:4 * end]).tolist() + prompt[position:]
+        if 4 * end == len(known) or not self.branches:
+            return prompt, None
+        return prompt, ("drift" if drift else "template" if template else "branch" if end or inside
+                        else "compaction" if head in self.heads else "new_conversation")
 
 
 @dataclass(eq=False)
 class Call:
-    """One model call and all that is known of its tokens. It outlives no connection, so far."""
+    """One model call and all that is known of its tokens."""
 
     owner: tuple[str, int]  # rollout, attempt
+    dialect: Dialect
+    ask: Ask
+    digest: bytes  # of the request
     name: str
-    head: JSON  # what a completion and each chunk of its stream begin with
-    body: JSON  # the harness's request
-    chat: JSON  # what of it the engine gets
     sampling: JSON
-    stream: bool
     max_tokens: int
     room: int  # tokens that the context has; once the prompt is known, what it has left
+    model: str = ""  # the engine's name for it
+    messages: list[JSON] = field(default_factory=list)  # with the tools at their head
+    addresses: list[bytes] = field(default_factory=list)  # of the conversation after each message
     prompt_ids: list[int] = field(default_factory=list)
+    fork: str | None = None
     ids: list[int] = field(default_factory=list)
     logprobs: list[float | None] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     part: int = 0  # where the current engine request began in `ids`
     finish: str = ""
+    stop_string: str | None = None  # which ended it
+    message: JSON | None = None
+    text: Text | None = None
+    channel: str = ""  # what plain text is, content or reasoning; "": unknown before the end
     started_at: float = field(default_factory=time.time)
-    index: int | None = None  # of the logged turn
-    begun: bool = False  # some of the reply is sent
+    turn: tuple[int, int, int, int] | None = None  # logged: its index, parent, shared ids, sampled tokens
+    readers: set[asyncio.Event] = field(default_factory=set)
+    delivered: bool = False
     task: "asyncio.Task[JSON]" = field(init=False)
+
+    @property
+    def chat(self) -> JSON:
+        """What of the request the engine gets."""
+        return {"messages": self.ask.messages, **({"tools": self.ask.tools} if self.ask.tools else {}), **self.ask.extra,
+                "max_tokens": 1}
+
+    @property
+    def head(self) -> JSON:
+        """What a reply and each event of its stream begin with."""
+        return {"name": self.name, "created": int(self.started_at), "model": str(self.ask.body.get("model") or "policy")}
+
+    def completion(self) -> JSON:
+        """The reply before it is put in a dialect. Tool calls that were cut off by the length are no finished ones."""
+        called = self.finish == "stop" and (self.message or {}).get("tool_calls")
+        finish = "stop_string" if self.stop_string else "tool_calls" if called else self.finish
+        return {**self.head, "message": self.message, "finish": finish, "stop_string": self.stop_string,
+                "usage": {"prompt": len(self.prompt_ids), "sampled": len(self.ids)}}
+
+    def notify(self) -> None:
+        for wake in self.readers:
+            wake.set()
 
     def continuation(self) -> JSON:
         """The engine request that goes on from the prompt and the ids kept so far."""
@@ -210,8 +371,8 @@ class Call:
         sampling = {key: value for key, value in self.sampling.items() if value is not None}
         if "seed" in sampling:  # its own for each call, or a group would be n equal rollouts
             sampling["seed"] = zlib.crc32(f"{sampling['seed']}/{self.name}/{self.part}".encode())
-        return {"model": self.chat["model"], "token_ids": self.prompt_ids + self.ids,
-                "stream": self.stream or self.max_tokens > STREAM_ABOVE,
+        return {"model": self.model, "token_ids": self.prompt_ids + self.ids,
+                "stream": bool(self.text) or self.max_tokens > STREAM_ABOVE,
                 "sampling_params": {**sampling, "max_tokens": self.max_tokens - self.part, "logprobs": 0}}
 
     async def receive(self, response: aiohttp.ClientResponse, version: int) -> None:
@@ -221,9 +382,14 @@ class Call:
         async for line in response.content:
             if line.startswith(b"data: {"):
                 self.keep(orjson.loads(line[6:])["choices"][0], version)
+                self.notify()
+                if self.stop_string:
+                    return response.close()  # which ends it at the engine
 
     def keep(self, choice: JSON, version: int) -> None:
-        ids = choice.get("token_ids") or []
+        ids, finish = choice.get("token_ids") or [], choice.get("finish_reason")
+        if self.text:
+            size, self.stop_string = self.text.add(ids[:-1] if finish == "stop" else ids)  # the last ended the turn
         self.ids += ids
         self.logprobs += [item.get("logprob") for item in (choice.get("logprobs") or {}).get("content") or ()]
         self.versions += [version] * len(ids)
@@ -231,25 +397,13 @@ class Call:
             if str(span["version"]).isdigit():
                 start, end = self.part + span["start"], min(self.part + span["end"], len(self.ids))
                 self.versions[start:end] = [int(span["version"])] * (end - start)
-        finish = choice.get("finish_reason")
-        if finish and finish != "abort":
+        if self.stop_string:
+            self.finish, size = "stop", len(self.ids) - len(ids) + size
+            del self.ids[size:], self.logprobs[size:], self.versions[size:]
+        elif finish and finish != "abort":
             self.finish = finish
         elif len(self.ids) >= self.max_tokens:
             self.finish = "length"
-
-    async def send(self, send: Callable[[Any], Awaitable[None]], body: bytes, status: int = 200,
-                   more: bool = False) -> None:
-        """A part of the reply. Before the first one go the status and, in a stream, the first event."""
-        if not self.begun:
-            stream = self.stream and status == 200
-            media = "text/event-stream" if stream else "application/json"
-            headers = {"content-type": media, **RETRY_AFTER.get(status, {})}
-            await send({"type": "http.response.start", "status": status,
-                        "headers": [(name.encode(), value.encode()) for name, value in headers.items()]})
-            if stream:
-                body = dialects.chat_chunk(self.head, {"role": "assistant", "content": ""}) + body
-        self.begun = True
-        await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
 class Engine:
@@ -358,14 +512,20 @@ class Gateway:
         self.db.executescript(SCHEMA)
         self.engine = Engine(settings, self.db)
         self.bell = asyncio.Event()  # for long polls; replaced when set
-        self.branches: dict[tuple[str, int], Branches] = {}  # of running attempts; made from the log where missing
-        self.calls: set[Call] = set()  # that are open
+        self.attempts: dict[tuple[str, int], Attempt] = {}  # that run; made from the log where missing
+        self.calls: dict[tuple[str, int], list[Call]] = {}  # that are open, or wait for a client that has left
+        self.channels: dict[Any, str] = {}
+        self.vocabulary = Vocabulary(settings.tokenizer) if settings.tokenizer else None
 
     def count(self, name: str) -> None:
         self.db.execute("INSERT INTO counts VALUES(?, 1) ON CONFLICT(name) DO UPDATE SET n = n + 1", (name,))
 
+    def put(self, table: str, **columns: Any) -> None:
+        names, marks = ", ".join(f'"{column}"' for column in columns), ", ".join("?" * len(columns))
+        self.db.execute(f"INSERT OR REPLACE INTO {table}({names}) VALUES({marks})", (*columns.values(),))
+
     def event(self, rollout: str, attempt: int, kind: str, data: Any) -> None:
-        self.db.execute("INSERT INTO events VALUES(?, ?, ?, ?, ?)", (rollout, attempt, kind, packed(data), time.time()))
+        self.put("events", rollout=rollout, attempt=attempt, kind=kind, data=packed(data), at=time.time())
 
     def set(self, rollout: str, **columns: Any) -> None:
         assignments = ", ".join(f"{column} = ?" for column in columns)
@@ -451,7 +611,7 @@ class Gateway:
         """The agent's key dies. Ends the attempt's open calls, and returns when their turns are logged."""
         self.set(rollout, agent_over=1)
         self.db.commit()
-        tasks = [call.task for call in self.calls if call.owner == (rollout, attempt)]
+        tasks = [call.task for call in self.calls.get((rollout, attempt), ())]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -488,7 +648,7 @@ class Gateway:
                 reward = 0.0 if status == "failed" and group["on_failure"] == "zero" else None
             seq = self.db.execute("SELECT coalesce(max(seq), 0) + 1 FROM rollouts").fetchone()[0]
             self.set(row["id"], status=status, reason=reason, reward=reward, seq=seq, finished_at=time.time())
-        self.branches.pop((row["id"], attempt), None)
+        self.attempts.pop((row["id"], attempt), None)
         self.ring()
         return {"status": status, "attempt": attempt}
 
@@ -537,28 +697,34 @@ class Gateway:
         count = dict(self.db.execute("SELECT status, count(*) FROM rollouts GROUP BY status").fetchall())
         paused, in_flight = self.engine.hold["paused"], len(self.engine.in_flight)
         return {"paused": paused, "version": self.engine.hold["version"], "in_flight": in_flight,
-                "held": len(self.calls) - in_flight if paused else 0, "held_seconds": self.engine.held_seconds(),
+                "held": self.open_calls() - in_flight if paused else 0, "held_seconds": self.engine.held_seconds(),
                 "queued": count.pop("queued", 0), "running": count.pop("running", 0), "finished": sum(count.values()),
                 "counts": dict(self.db.execute("SELECT name, n FROM counts ORDER BY name").fetchall())}
 
+    async def metrics(self, request: Request, /) -> Response:
+        """The state as Prometheus reads it."""
+        state = await self.state(request)
+        lines = [f'harnessed_total{{name="{name}"}} {count}' for name, count in state.pop("counts").items()]
+        lines += [f"harnessed_{name} {float(value)}" for name, value in state.items()]
+        return Response("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
+
     async def steps(self, request: Request, /, step: Int, **rest: Any) -> None:
-        self.db.execute("INSERT OR REPLACE INTO steps VALUES(?, ?)", (step, packed({"step": step, **rest})))
+        self.put("steps", step=step, data=packed({"step": step, **rest}))
 
     async def health(self, request: Request, /) -> None:
         """For those who wait until the gateway is up."""
 
     # ---- conversations and turns
 
-    def remember(self, before: bytes, messages: list[Any]) -> bytes:
-        """Stores a conversation that goes on from `before`; returns the address of its end. Each message is kept once,
-        however many turns and rollouts begin with the same ones."""
-        for message in messages:
-            data = orjson.dumps(message)
-            address = hashlib.blake2b(before + data, digest_size=16).digest()
-            if not self.db.execute("SELECT 1 FROM messages WHERE hash = ?", (address,)).fetchone():
-                self.db.execute("INSERT INTO messages VALUES(?, ?, ?)", (address, before, zlib.compress(data, 1)))
-            before = address
-        return before
+    def remember(self, messages: list[Any], addresses: list[bytes], before: bytes = b"") -> None:
+        """Stores a conversation, which goes on from `before`. Each message is kept once, however many turns and rollouts
+        begin with the same ones."""
+        new, known = len(messages), "SELECT 1 FROM messages WHERE hash = ?"
+        while new and not self.db.execute(known, (addresses[new - 1],)).fetchone():
+            new -= 1
+        for at in range(new, len(messages)):
+            self.put("messages", hash=addresses[at], before=addresses[at - 1] if at else before,
+                     data=zlib.compress(orjson.dumps(messages[at]), 1))
 
     def recall(self, address: bytes | None, seen: dict[bytes, tuple[bytes, Any]]) -> list[Any]:
         messages = []
@@ -588,148 +754,323 @@ class Gateway:
                          "response_ids": array("i", ids[4 * turn["prompt"] :]).tolist(),
                          "logprobs": None if turn["logprobs"] is None else array("d", turn["logprobs"]).tolist(),
                          "versions": orjson.loads(zlib.decompress(turn["versions"])),
-                         "delivered": turn["status"] == "ok",
-                         **{key: turn[key] for key in ("index", "finish_reason", "status", "error")}})
+                         "delivered": turn["status"] in ("ok", "delivered"),
+                         **{key: turn[key] for key in ("index", "finish_reason", "status", "error", "fork", "dialect")}})
             if messages:
                 said, reply = self.recall(turn["request"], seen), self.recall(turn["reply"], seen)
-                tools = said.pop(0)["tools"] if "role" not in said[0] else None
+                tools = said.pop(0)["tools"] if said and "tools" in said[0] and "role" not in said[0] else None
                 page[-1] |= {"messages": said, "tools": tools, "message": reply[-1] if reply else None}
         return {"turns": page, "next": page[-1]["index"] if len(page) == limit else None}
 
-    def log_turn(self, call: Call, status: str, message: JSON | None = None, error: str | None = None) -> None:
-        """The turn is durable when this returns. A call that sampled nothing leaves no turn; of a turn that is logged
-        already only the status changes."""
+    def attempt(self, owner: tuple[str, int]) -> Attempt:
+        if owner not in self.attempts:
+            attempt = Attempt()
+            for turn, ids in self.sequences(*owner):
+                attempt.add(turn["index"], ids, turn["reply"], turn["head"])
+            self.attempts[owner] = attempt
+        return self.attempts[owner]
+
+    def log_turn(self, call: Call, status: str, error: str | None = None) -> None:
+        """The turn is durable when this returns. A call that sampled nothing leaves no turn."""
+        if not call.ids:
+            return
+        attempt = self.attempts.pop(call.owner, None) or self.attempt(call.owner)  # back again when the turn is durable
+        reply = [address(call.addresses[-1], call.message)] if call.message and call.addresses else []
+        head = call.addresses[min(len(call.addresses) - 1, bool(call.ask.tools))] if call.addresses else None
+        ids, logged = array("i", call.prompt_ids + call.ids).tobytes(), 0
         with self.db:
-            if call.index is not None or not call.ids:
-                sql = 'UPDATE turns SET status = ?, error = ? WHERE rollout = ? AND attempt = ? AND "index" = ?'
-                self.db.execute(sql, (status, error, *call.owner, call.index))
-                return
-            branches = self.branches.pop(call.owner, None) or Branches()  # back again when the turn is durable
-            for turn, ids in self.sequences(*call.owner) if not branches else ():
-                branches.add(turn["index"], ids)
-            sql = "SELECT count(*) FROM turns WHERE rollout = ? AND attempt = ?"
-            index = self.db.execute(sql, call.owner).fetchone()[0]
-            ids = array("i", call.prompt_ids + call.ids).tobytes()
-            parent, shared = branches.add(index, ids)
+            if call.turn:
+                index, parent, shared, logged = call.turn
+                attempt.said(index, *(reply or [None]))
+            else:
+                sql = "SELECT count(*) FROM turns WHERE rollout = ? AND attempt = ?"
+                index = self.db.execute(sql, call.owner).fetchone()[0]
+                parent, shared, whole = attempt.add(index, ids, *(reply or [None]), head)
+                call.fork = None if whole else call.fork or "branch"
+                if call.fork:
+                    self.count(f"fork_{call.fork}")
             complete = len(call.logprobs) == len(call.ids) and None not in call.logprobs
-            logprobs = array("d", call.logprobs).tobytes() if complete else None
-            tools = [{"tools": call.body["tools"]}] if call.body.get("tools") else []
-            request = self.remember(b"", tools + call.body["messages"])
-            self.db.execute(f"INSERT INTO turns VALUES({','.join('?' * 16)})", (
-                *call.owner, index, parent, shared, len(call.prompt_ids), ids[4 * shared :], logprobs,
-                packed(call.versions), call.finish, request, self.remember(request, [message]) if message else None,
-                status, error, call.started_at, time.time()))
+            self.remember(call.messages, call.addresses)
+            self.remember([call.message], reply, call.addresses[-1]) if reply else None
+            self.put("turns", rollout=call.owner[0], attempt=call.owner[1], index=index, status=status, error=error,
+                     name=call.name, digest=call.digest, dialect=type(call.dialect).__name__.lower(), fork=call.fork, parent=parent,
+                     shared=shared, prompt=len(call.prompt_ids), finish_reason=call.finish,
+                     stop_string=call.stop_string, head=head, request=(call.addresses or [None])[-1],
+                     reply=(reply or [None])[0], started_at=call.started_at, finished_at=time.time(),
+                     versions=packed(call.versions), ids=ids[4 * shared:],
+                     logprobs=array("d", call.logprobs).tobytes() if complete else None)
             self.db.execute(
-                "UPDATE rollouts SET turns = turns + 1, sampled_tokens = sampled_tokens + ?1, "
-                "version_min = min(coalesce(version_min, ?2), ?2), version_max = max(coalesce(version_max, ?3), ?3), "
-                "truncated = truncated OR ?4 WHERE id = ?5",
-                (len(call.ids), min(call.versions), max(call.versions),
+                "UPDATE rollouts SET turns = turns + ?1, sampled_tokens = sampled_tokens + ?2, "
+                "version_min = min(coalesce(version_min, ?3), ?3), version_max = max(coalesce(version_max, ?4), ?4), "
+                "truncated = truncated OR ?5 WHERE id = ?6",
+                (not call.turn, len(call.ids) - logged, min(call.versions), max(call.versions),
                  call.finish == "length" and len(call.ids) >= call.room, call.owner[0]))
-        call.index, self.branches[call.owner] = index, branches
+        call.turn, self.attempts[call.owner] = (index, parent, shared, len(call.ids)), attempt
+
+    def set_status(self, call: Call, status: str, error: str | None = None) -> None:
+        if call.turn:
+            with self.db:
+                self.db.execute('UPDATE turns SET status = ?, error = ? WHERE rollout = ? AND attempt = ? AND "index" = ?',
+                                (status, error, *call.owner, call.turn[0]))
 
     # ---- model calls
 
     async def models(self, request: Request, /) -> JSON:
-        card = {"object": "model", "created": 0, "owned_by": "harnessed", **await self.engine.card()}
-        return {"object": "list", "data": [card]}
+        card = {"object": "model", "type": "model", "created": 0, "created_at": "1970-01-01T00:00:00Z",
+                "owned_by": "harnessed", **await self.engine.card()}
+        card["display_name"] = card["id"]
+        return {"object": "list", "data": [card], "has_more": False, "first_id": card["id"], "last_id": card["id"]}
 
-    async def chat(self, request: Request, /, **body: Any) -> Callable[..., Awaitable[None]]:
+    async def count_tokens(self, request: Request, data: bytes) -> Response:
+        self.identify(request, "agent")
+        ask = DIALECTS["/v1/messages"].ask(parse_json(data))
+        call = Call(("", 0), DIALECTS["/v1/messages"], ask, b"", "", {}, 1, 1)
+        return answer({"input_tokens": len((await self.rendered(call))["token_ids"])})
+
+    async def call(self, request: Request, data: bytes) -> Callable[..., Awaitable[None]]:
+        path, retry = request.url.path, request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
         owner = self.identify(request, "agent")[1:]  # again: the attempt may have ended while its body came
-        most, row = self.settings.max_open_calls, self.rollout(owner[0])
-        if sum(call.owner == owner for call in self.calls) >= most:
-            raise ApiError(429, f"{most} calls of {row['id']} are open, the most allowed", "too_many_calls")
-        body, group = dialects.chat_request(body), orjson.loads(row["body"])
-        name = f"{row['id']}-{row['attempts']}-{row['calls']}"
+        dialect, row, digest = DIALECTS[path], self.rollout(owner[0]), hashlib.blake2b(path.encode() + data).digest()
+        ask, group = dialect.ask(parse_json(data)), orjson.loads(row["body"])
         sampling, room = group["sampling"], group["context_limit"] or 2**31
-        limits = [body.get("max_completion_tokens"), body.get("max_tokens"), sampling.pop("max_tokens"), room]
-        changed = [key for key in sampling if body.get(key) not in (None, sampling[key])]
-        changed += [key for key in DROPPED if body.get(key)]
-        if body.get("tool_choice") not in (None, "auto", "none"):
-            changed.append("tool_choice")
-            body["tool_choice"] = "auto"
-        self.set(row["id"], calls=row["calls"] + 1)
-        for key in changed:
-            self.count(f"override_{key}")
-        ours = {*sampling, *DROPPED, "stream", "stream_options", "n", "max_completion_tokens"}
-        chat = {key: value for key, value in body.items() if key not in ours} | {"max_tokens": 1}
-        head = {"id": f"chatcmpl-{name}", "created": int(time.time()), "model": str(body.get("model") or "policy")}
-        call = Call(owner, name, head, body, chat, sampling, bool(body.get("stream")), min(filter(None, limits)), room)
-        return functools.partial(self.reply, call)
+        limits = [ask.max_tokens, sampling.pop("max_tokens"), room]
+        call = Call(owner, dialect, ask, digest, f"{row['id']}-{row['attempts']}-{row['calls']}", sampling,
+                    min(filter(None, limits)), room)
+        earlier = self.earlier(call, retry)
+        if isinstance(earlier, Call):
+            return functools.partial(self.serve, earlier)
+        if len(self.calls.get(owner, ())) >= self.settings.max_open_calls:
+            self.attempt(owner).failed[digest] += 1
+            raise ApiError(429, f"{self.settings.max_open_calls} calls of {row['id']} are open, the most allowed",
+                           "too_many_calls")
+        if earlier:
+            self.restore(call, earlier)
+        else:
+            self.set(row["id"], calls=row["calls"] + 1)
+            changed = [key for key in sampling if ask.sampling.get(key) not in (None, sampling[key])]
+            for key in [*changed, *ask.overridden]:
+                self.count(f"override_{key}")
+        self.db.commit()
+        self.calls.setdefault(owner, []).append(call)
+        call.task = asyncio.create_task(self.run(call))
+        call.task.add_done_callback(lambda _: self.ended(call))
+        return functools.partial(self.serve, call)
+
+    def earlier(self, call: Call, retry: bool) -> Call | sqlite3.Row | None:
+        """The open call, or the logged turn, that this request repeats: one whose client is gone and which nothing
+        continues; or any, if the request says that it is a retry. Otherwise equal requests are separate samples."""
+        open_calls = [other for other in self.calls.get(call.owner, ()) if other.digest == call.digest]
+        rows = [row for row in self.db.execute(
+            'SELECT * FROM turns AS turn WHERE digest = ? AND rollout = ? AND attempt = ? AND NOT EXISTS (SELECT 1 FROM '
+            'turns AS later WHERE later.rollout = turn.rollout AND later.attempt = turn.attempt AND later.parent = '
+            'turn."index" AND later.shared > turn.prompt) ORDER BY "index" DESC', (call.digest, *call.owner)).fetchall()
+            if all(other.turn is None or other.turn[0] != row["index"] for other in open_calls)]
+        gone = [other for other in open_calls if not other.readers] + [row for row in rows if row["status"] != "delivered"]
+        if gone or not retry:
+            return gone[0] if gone else None
+        failed = self.attempt(call.owner).failed
+        if failed[call.digest]:  # it is that one's retry
+            failed[call.digest] -= 1
+            return None
+        return (open_calls + rows or [None])[0]
+
+    def restore(self, call: Call, row: sqlite3.Row) -> None:
+        """What the log has of a turn, to be replied again, or to go on."""
+        ids = next(ids for turn, ids in self.sequences(*call.owner, row["index"]) if turn["index"] == row["index"])
+        call.name, call.started_at, call.finish, call.fork = row["name"], row["started_at"], row["finish_reason"], row["fork"]
+        call.prompt_ids, call.ids = (array("i", part).tolist() for part in (ids[:4 * row["prompt"]], ids[4 * row["prompt"]:]))
+        call.logprobs = array("d", row["logprobs"] or b"").tolist()
+        call.versions, call.stop_string = orjson.loads(zlib.decompress(row["versions"])), row["stop_string"]
+        call.message = self.recall(row["reply"], {})[-1] if row["reply"] else None
+        call.turn = row["index"], row["parent"], row["shared"], len(call.ids)
+        self.count("replayed" if row["reply"] else "continued")
 
     async def run(self, call: Call) -> JSON:
-        """One call from request to logged turn. Cancelled when its client or its attempt is gone."""
+        """One call from request to logged turn. Cancelled when its client stays away or its attempt is over."""
         try:
-            await self.render(call)
-            await self.engine.ask("/inference/v1/generate", call=call)
-            completion = await self.derender(call)
+            if call.message is None:
+                await self.render(call)
+                if not call.finish:
+                    await self.engine.ask("/inference/v1/generate", call=call)
+                call.message = await self.parse(call, call.ids)
+                self.log_turn(call, "ok")
             self.count("call_ok")
-            self.log_turn(call, "ok", completion["choices"][0]["message"])
-            return completion
+            return call.completion()
         except (Exception, asyncio.CancelledError) as error:  # the boundary of one call
             failure = as_api_error(error)
-            self.count(f"call_{failure.code or 'error'}")
-            if failure.status >= 500:  # a harness that gives up now is lost, not failed
-                self.set(call.owner[0], machinery=failure.message)
-            if failure.code == "context_length_exceeded":
-                self.set(call.owner[0], truncated=1)
-            self.log_turn(call, "aborted" if failure.code == "aborted" else "error", error=failure.message)
+            with contextlib.suppress(sqlite3.Error):  # a full disk is what it may be about
+                self.failed(call, failure)
             raise failure from None
 
-    async def render(self, call: Call) -> None:
+    def failed(self, call: Call, failure: ApiError) -> None:
+        self.count(f"call_{failure.code or 'error'}")
+        if failure.status >= 500:  # a harness that gives up now is lost, not failed
+            self.set(call.owner[0], machinery=failure.message)
+        if failure.code == "context_length_exceeded":
+            self.set(call.owner[0], truncated=1)
+        self.log_turn(call, "aborted" if failure.code == "aborted" else "error", failure.message)
+        self.db.commit()
+
+    async def rendered(self, call: Call) -> JSON:
         card = await self.engine.card()
-        call.chat["model"] = card["id"]
-        rendered = await self.engine.ask("/v1/chat/completions/render", call.chat)
+        call.model = card["id"]
+        if not self.vocabulary and Path(str(card.get("root")), "tokenizer.json").is_file():
+            self.vocabulary = Vocabulary(card["root"])
+        if (prompt := call.ask.prompt) is None:
+            return await self.engine.ask("/v1/chat/completions/render", {**call.chat, "model": call.model})
+        return {"token_ids": self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else prompt}
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if not self.vocabulary:
+            raise ApiError(503, "the gateway has no tokenizer: start it with --tokenizer", "no_tokenizer")
+        return self.vocabulary.tokenizer
+
+    async def render(self, call: Call) -> None:
+        rendered, card = await self.rendered(call), await self.engine.card()
+        call.messages = ([{"tools": call.ask.tools}] if call.ask.tools else []) + call.ask.messages
+        for message in call.messages:
+            call.addresses.append(address(call.addresses[-1] if call.addresses else b"", message))
+        if not call.turn:
+            spelling = self.vocabulary.spelling if self.vocabulary else None
+            head = call.addresses[min(len(call.addresses) - 1, bool(call.ask.tools))] if call.addresses else b""
+            call.prompt_ids, call.fork = self.attempt(call.owner).splice(
+                rendered["token_ids"], call.addresses, head, self.settings.history, spelling)
         limit = min(call.room, card.get("max_model_len") or 2**31)
-        call.prompt_ids, call.room = rendered["token_ids"], limit - len(rendered["token_ids"])
+        call.room = limit - len(call.prompt_ids)
         if call.room < 1:
             raise ApiError(400, f"This model's maximum context length is {limit} tokens, but the messages have "
                                 f"{len(call.prompt_ids)} tokens. Shorten them.", "context_length_exceeded")
         call.max_tokens = min(call.max_tokens, call.room)
         if stops := (rendered.get("sampling_params") or {}).get("stop_token_ids"):
             call.sampling["stop_token_ids"] = stops
+        if call.ask.stop or (call.ask.stream and self.vocabulary):
+            self.tokenizer  # noqa: B018  or an error that says what is missing
+            call.text, call.channel = Text(self.vocabulary, call.ask.stop, call.ids), await self.channel(call)
 
-    async def derender(self, call: Call) -> JSON:
+    async def channel(self, call: Call) -> str:
+        """What this model's plain text is to the engine's parsers, which depends on how the prompt ends: content or
+        reasoning. One try with a short text tells."""
+        if call.ask.prompt is not None:
+            return "content"
+        key = (*call.prompt_ids[-8:], bool(call.ask.tools))
+        if key not in self.channels:
+            ids = self.tokenizer.encode("x y", add_special_tokens=False).ids
+            message, text = await self.parse(call, ids, probe=True), self.tokenizer.decode(ids)
+            kinds = (kind for kind in ("content", "reasoning") if message[kind] == text)
+            self.channels = dict([*self.channels.items()][-99:]) | {key: next(kinds, "")}
+        return self.channels[key]
+
+    async def parse(self, call: Call, ids: list[int], probe: bool = False) -> JSON:
+        """The message that the ids are."""
         # The end-of-turn token would leak into the text; with finish reason "stop" it is the last one.
-        ids, message = call.ids[:-1] if call.finish == "stop" else call.ids, {}
-        if ids:
-            choice = {"index": 0, "token_ids": ids, "finish_reason": call.finish, "logprobs": None}
+        ids = ids[:-1] if call.finish == "stop" and not call.stop_string and not probe else ids
+        if call.ask.prompt is not None:
+            message: JSON = {"content": self.tokenizer.decode(ids)}
+        elif ids:
+            choice = {"index": 0, "token_ids": ids, "finish_reason": call.finish or "length", "logprobs": None}
             reply = await self.engine.ask("/v1/chat/completions/derender", {
-                "model": call.chat["model"], "generate_response": {"request_id": call.name, "choices": [choice]},
+                "model": call.model, "generate_response": {"request_id": call.name, "choices": [choice]},
                 "prompt_tokens": len(call.prompt_ids), "prompt_token_ids": call.prompt_ids,
-                "chat_request": call.chat}, gated=False)
+                "chat_request": {**call.chat, "model": call.model}}, gated=False)
             message = reply["choices"][0]["message"]
-        return dialects.chat_completion(call.head, message, call.finish, len(call.prompt_ids), len(call.ids))
+        else:
+            message = {}
+        content, calls = message.get("content"), message.get("tool_calls") or []
+        if call.stop_string and content:
+            content = content.partition(call.stop_string)[0]
+        if calls and content:  # templates put their own line break before a call: with two the history would differ
+            content = content.rstrip() or None
+        return {"role": "assistant", "content": content, "tool_calls": calls,
+                "reasoning": message.get("reasoning") or message.get("reasoning_content")}
 
-    async def reply(self, call: Call, scope: Any, receive: Callable[[], Any], send: Callable[[Any], Any]) -> None:
-        """Runs the call and sends its reply, or its error; ends the call if its client leaves. An ASGI application."""
-        call.task, gone, status = asyncio.create_task(self.run(call)), asyncio.create_task(receive()), 499
-        self.calls.add(call)
-        try:
-            while not (await asyncio.wait({call.task, gone}, timeout=self.settings.keepalive,
-                                          return_when=asyncio.FIRST_COMPLETED))[0]:
-                if call.stream:
-                    await call.send(send, dialects.chat_chunk(call.head, {"content": ""}), more=True)
-            if not gone.done():
-                status, body = outcome(call)
-                await call.send(send, body, status)
-            elif call.index is not None:
-                self.log_turn(call, "aborted", error="the client left before its reply")
-        finally:  # also when the server ends this task
-            gone.cancel()
+    def open_calls(self) -> int:
+        return sum(map(len, self.calls.values()))
+
+    def ended(self, call: Call) -> None:
+        """The task is done. Without a reader the call waits out its grace time."""
+        call.notify()
+        if call.task.cancelled() or (call.task.exception() and not call.readers):
+            self.close(call)
+
+    def leave(self, call: Call, delivered: bool) -> None:
+        """A client has gone, with its reply or without."""
+        if call.task.done() and (delivered or call.task.cancelled() or call.task.exception()):
+            if not call.task.cancelled() and call.task.exception() and not call.turn:
+                self.attempt(call.owner).failed[call.digest] += 1
+            self.close(call)
+        elif not call.readers:
+            asyncio.get_running_loop().call_later(self.settings.grace, self.abandon, call)
+
+    def abandon(self, call: Call) -> None:
+        if not call.readers and not call.task.done():
             call.task.cancel()
-            await asyncio.gather(call.task, return_exceptions=True)
-            self.calls.discard(call)
-            log("call", name=call.name, turn=call.index, status=status, prompt=len(call.prompt_ids),
-                sampled=len(call.ids), finish=call.finish, ms=round(1000 * (time.time() - call.started_at), 1))
+        elif not call.readers and call in self.calls.get(call.owner, ()):
+            self.close(call)
+            with contextlib.suppress(sqlite3.Error):
+                self.set_status(call, "aborted", "the client left before its reply, and nobody came back")
 
+    def close(self, call: Call) -> None:
+        calls = self.calls.get(call.owner, [])
+        if call in calls:
+            calls.remove(call)
+        if not calls:
+            self.calls.pop(call.owner, None)
 
-def outcome(call: Call) -> tuple[int, bytes]:
-    """Status and body of what is still to be sent of a call that has ended."""
-    try:
-        return 200, dialects.chat_reply(call.task.result(), call.body)
-    except (Exception, asyncio.CancelledError) as error:
-        failure = as_api_error(error)
-        return failure.status, (dialects.sse if call.begun else orjson.dumps)(dialects.chat_error(failure))
+    async def serve(self, call: Call, scope: Any, receive: Callable[[], Any], send: Callable[[Any], Any]) -> None:
+        """Gives one client the reply of a call, or its error, as it comes. An ASGI application."""
+        stream = call.dialect.stream(call.ask, call.head) if call.ask.stream else None
+        wake, gone, begun, sent, status = asyncio.Event(), asyncio.ensure_future(receive()), False, 0, 499
+        call.readers.add(wake)
+        gone.add_done_callback(lambda _: wake.set())
+
+        async def write(body: bytes, more: bool = True, status: int = 200) -> None:
+            nonlocal begun
+            if not begun:
+                media = b"text/event-stream" if stream and status == 200 else b"application/json"
+                headers = [(name.encode(), value.encode()) for name, value in RETRY_AFTER.get(status, {}).items()]
+                await send({"type": "http.response.start", "status": status,
+                            "headers": [(b"content-type", media), *headers]})
+                body = stream.start() + body if stream and status == 200 else body
+            begun = True
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+
+        try:
+            while not (gone.done() or call.task.done()):
+                wake.clear()
+                upto = call.text.readable() if stream and call.text and call.channel else 0
+                if upto > sent:
+                    await write(stream.text(call.channel, call.text.text[sent:upto]))
+                    sent = upto
+                elif stream and call.ids and not begun:
+                    await write(b"")
+                try:
+                    async with asyncio.timeout(self.settings.keepalive):
+                        await wake.wait()
+                except TimeoutError:
+                    await write(stream.ping() if stream else b" ")
+            if not gone.done():
+                try:
+                    status, completion = 200, call.task.result()
+                    body = stream.finish(completion) if stream else orjson.dumps(call.dialect.reply(call.ask, completion))
+                except (Exception, asyncio.CancelledError) as error:
+                    failure = as_api_error(error)
+                    if begun and not stream:
+                        raise  # status 200 is said: an answer that breaks off makes the client try again
+                    status = failure.status
+                    body = stream.fail(failure) if begun else orjson.dumps(call.dialect.error(failure))
+                await write(body, False, status)
+                if status == 200:
+                    self.set_status(call, "delivered")
+        finally:
+            gone.cancel()
+            call.readers.discard(wake)
+            self.leave(call, status == 200)
+            if stream and stream.mismatch:
+                self.count("stream_mismatch")
+            log("call", name=call.name, dialect=type(call.dialect).__name__.lower(), turn=call.turn and call.turn[0], status=status,
+                prompt=len(call.prompt_ids), sampled=len(call.ids), finish=call.finish,
+                ms=round(1000 * (time.time() - call.started_at), 1))
 
 
 # ---- the application
@@ -751,18 +1092,26 @@ def as_api_error(error: BaseException) -> ApiError:
     return ApiError(500, f"internal error: {type(error).__name__}", "internal_error")
 
 
-async def read_json(request: Request, limit: int) -> JSON:
+async def read(request: Request, limit: int) -> bytes:
     data = bytearray()
     async for piece in request.stream():
         data += piece
         if len(data) > limit:
             raise ApiError(413, f"the request is larger than {limit} bytes", "request_too_large")
+    return bytes(data)
+
+
+def parse_json(data: bytes) -> JSON:
     try:
         body = {**orjson.loads(data)}
         orjson.dumps(body)  # deeper nesting can be read than written
         return body
     except (ValueError, TypeError) as error:
         raise ApiError(400, f"the body is not a valid JSON object: {error}", "invalid_json") from None
+
+
+def answer(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(content), status, headers, "application/json")
 
 
 def create_app(settings: GatewaySettings) -> Starlette:
@@ -779,23 +1128,29 @@ def create_app(settings: GatewaySettings) -> Starlette:
             started, rollout = time.monotonic(), request.path_params.get("id")
             if scopes:
                 g.identify(request, scopes)
-            sent = await read_json(request, limit) if method == "POST" else dict(request.query_params)
+            sent = parse_json(await read(request, limit)) if method == "POST" else dict(request.query_params)
             result = await checked(g.rollout(rollout) if rollout else request, **sent)
             g.db.commit()
-            if callable(result):
+            if isinstance(result, Response):
                 return result
             if method == "POST":
                 log("request", path=request.url.path, status=200, ms=round(1000 * (time.monotonic() - started), 1))
-            return Response(orjson.dumps(result or {"ok": True}), media_type="application/json")
+            return answer(result or {"ok": True})
         return Route(path, endpoint, methods=[method])
+
+    def model_route(path: str, handler: Callable[..., Awaitable[Any]]) -> Route:
+        async def endpoint(request: Request) -> Any:
+            g.identify(request, "agent")
+            return await handler(request, await read(request, settings.max_body))
+        return Route(path, endpoint, methods=["POST"])
 
     async def failed(request: Request, error: Exception) -> Response:
         g.db.rollback()
         failure = as_api_error(error)
         log("request", method=request.method, path=request.url.path[:200], status=failure.status,
             error=failure.message[:200])
-        return Response(orjson.dumps(dialects.chat_error(failure)), failure.status, RETRY_AFTER.get(failure.status),
-                        "application/json")
+        dialect = DIALECTS.get(request.url.path.removesuffix("/count_tokens")) or DIALECTS["/v1/chat/completions"]
+        return answer(dialect.error(failure), failure.status, RETRY_AFTER.get(failure.status))
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -804,11 +1159,16 @@ def create_app(settings: GatewaySettings) -> Starlette:
         async with aiohttp.ClientSession(headers=g.engine.headers, connector=pool, timeout=limits,
                                          read_bufsize=2**20) as g.engine.http:
             yield
+            tasks = [call.task for calls in g.calls.values() for call in calls]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         g.db.close()
 
     both = "admin verifier"
     routes = [
-        route("POST", "/v1/chat/completions", g.chat, "agent"), route("GET", "/v1/models", g.models, "agent"),
+        *(model_route(path, g.call) for path in DIALECTS), model_route("/v1/messages/count_tokens", g.count_tokens),
+        route("GET", "/v1/models", g.models, "agent"), route("GET", "/metrics", g.metrics, "admin"),
         route("POST", "/rollouts", g.create, "admin"), route("GET", "/rollouts", g.select, "admin"),
         route("POST", "/claim", g.claim, "admin"), route("POST", "/adopt", g.adopt, "admin"),
         route("POST", "/rollouts/{id}/agent_done", g.agent_done, "admin"),
@@ -817,7 +1177,8 @@ def create_app(settings: GatewaySettings) -> Starlette:
         route("POST", "/rollouts/{id}/reward", g.reward, both), route("POST", "/rollouts/{id}/events", g.events, both),
         route("POST", "/pause", g.pause, "admin"), route("POST", "/lease", g.lease, "admin"),
         route("POST", "/resume", g.resume, "admin"), route("POST", "/steps", g.steps, "admin"),
-        route("GET", "/state", g.state, "admin"), route("GET", "/health", g.health, "")]
+        route("GET", "/state", g.state, "admin"), route("GET", "/health", g.health, ""),
+        route("GET", "/", g.health, "")]
     kinds = (ApiError, HTTPException, ValidationError, sqlite3.Error, ClientDisconnect, Exception)
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers=dict.fromkeys(kinds, failed))
 

@@ -333,8 +333,8 @@ class Run:
         if not c.gateway_url:
             children.start("gateway", [
                 str(HERE / "gateway.py"), "--run-dir", str(c.run_dir.absolute()), "--engine-url", engine_url,
-                "--engine-key-file", str(engine_key_file), "--secret-file", str(secret_file), "--port",
-                gateway_url.rsplit(":", 1)[1], "--die-with-parent"])
+                "--engine-key-file", str(engine_key_file), "--secret-file", str(secret_file), "--tokenizer", model,
+                "--history", c.history, "--port", gateway_url.rsplit(":", 1)[1], "--die-with-parent"])
         children.wait_until(lambda: healthy(gateway_url), f"the gateway at {gateway_url}", 60)
         children.wait_until(self.engine.ready, f"the engine at {engine_url}", 600)
         self.gateway = Gateway(gateway_url, key)

@@ -12,12 +12,19 @@ that the shared prefix is computed once. `assemble` does that for any mixture of
 Every sampled token is trained exactly once and nothing else is ever trained. Equal turns are separate samples: replays
 and retries are told apart from samples in the gateway, not here.
 
-Left out: splicing sampled ids into re-rendered prompts (gateway), rewards and advantages (advantage.py). Standard
-library only, so that the gateway can import it too. Pure functions: nobody waits for anybody.
+A harness sends text back, and text re-encoded need not be the ids that were sampled (retokenization). `continued` and
+`after_reply` tell the gateway where in a re-rendered prompt the history ends, so that it can put the sampled ids there
+before the model reads it; then the next turn continues the row.
+
+Left out: rewards and advantages (advantage.py). Standard library only, so that the gateway can import it too. Pure
+functions: nobody waits for anybody.
 """
 
 import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 
@@ -149,6 +156,42 @@ def assemble(turns: list[Turn], max_tokens: int | None = None) -> tuple[list[Sam
                 del values[max_tokens:]
     counts["empty"] = sum(not any(row.mask) for row in rows)
     return [row for row in rows if any(row.mask)], counts
+
+
+def continued(prompt: Sequence[int], known: Sequence[int], same: int, ends: Sequence[int],
+              text: Mapping[int, str]) -> tuple[int, int]:
+    """How far a prompt reads like a known sequence -> (end, position): `prompt[:position]` spells what `known[:end]`
+    does, for the last possible of the `ends`, where turns of `known` ended.
+
+    `same`: number of leading ids that both share. `text`: what each id spells, such that a sequence spells the
+    concatenation (a byte-level vocabulary spells bytes, so that characters that are split over ids are compared too).
+    Position 0: the text is the same, but where it ends no id of the prompt begins. (0, 0): nothing is.
+
+        known    "he" "llo" <eot>, prompt "hel" "lo" <eot> "\n": end 3, position 3, and known + "\n" can be sent instead
+    """
+    ours, theirs = [text[token] for token in known[same:]], [text[token] for token in prompt[same:]]
+    spelled, rendered = "".join(ours), "".join(theirs)
+    lengths, borders = list(accumulate(map(len, ours), initial=0)), list(accumulate(map(len, theirs), initial=0))
+    for end in sorted(ends, reverse=True):
+        if end <= same:
+            return end, end
+        length = lengths[end - same]
+        if rendered.startswith(spelled[:length]):
+            border = bisect_left(borders, length)
+            return end, same + border if borders[border] == length else 0
+    return 0, 0
+
+
+def after_reply(prompt: Sequence[int], known: Sequence[int]) -> int | None:
+    """Where a prompt goes on after the history `known`, which ends with a sampled end-of-turn id, if the template has
+    rewritten what is inside the messages of this history, but not their number: after as many end-of-turn ids."""
+    turns, position = known.count(known[-1]), -1
+    for _ in range(turns):
+        try:
+            position = prompt.index(known[-1], position + 1)
+        except ValueError:
+            return None
+    return position + 1
 
 
 def _is_prefix(ids: list[int], prompt: list[int]) -> bool:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trajectory import Rollout, Sample, Turn, assemble
+from trajectory import Rollout, Sample, Turn, after_reply, assemble, continued
 
 P1, R1, R2, R3 = [1, 2, 3], [10, 11], [20, 21], [30]
 Q1, Q1R, Q2R = [7, 8], [70], [71, 72]
@@ -343,3 +343,43 @@ def test_a_rollout_from_the_gateways_records() -> None:
 def test_a_row_of_unequal_lengths_cannot_be_made() -> None:
     with pytest.raises(AssertionError, match="unequal"):
         Sample([1, 2], [True], [0.0, 0.0], [0, 0])
+
+
+# ---- where a prompt continues a history that is encoded in another way
+
+SPELLING = {index: piece for index, piece in enumerate(["a", "b", "c", "ab", "bc", "abc", "ca", "<eot>", "<", "eot>", ""])}
+EOT = 7
+pieces = st.lists(st.sampled_from(sorted(SPELLING)), max_size=12)
+
+
+def spell(ids: list[int]) -> str:
+    return "".join(SPELLING[token] for token in ids)
+
+
+def test_continued_worked_examples() -> None:
+    known = [3, 2, EOT, 0, EOT]  # ab c <eot> a <eot>
+    assert continued([5, EOT, 0, EOT, 1], known, 0, [3, 5], SPELLING) == (5, 4)  # abc <eot> a <eot> | b
+    assert continued([5, EOT, 1, EOT, 1], known, 0, [3, 5], SPELLING) == (3, 2)  # the second turn reads otherwise
+    assert continued([3, 2, EOT, 1], known, 3, [3, 5], SPELLING) == (3, 3)
+    assert continued([0, 4, 8, 9, 1], known, 0, [3], SPELLING) == (3, 4)  # the end of turn spelt in plain ids: same text
+    assert continued([3, 4], [3], 1, [1], SPELLING) == (1, 1)
+    assert continued([0, 4], [3], 0, [1], SPELLING) == (1, 0)  # a | bc: no id begins after "ab"
+    assert continued([1, 4], [3], 0, [1], SPELLING) == (0, 0)
+
+
+@given(pieces, pieces, st.sets(st.integers(0, 12)))
+def test_continued_is_the_longest_end_with_the_same_text(prompt: list[int], known: list[int], marks: set[int]) -> None:
+    ends = sorted(end for end in marks if 0 < end <= len(known))
+    same = next((i for i, (a, b) in enumerate(zip(prompt, known)) if a != b), min(len(prompt), len(known)))
+    end, position = continued(prompt, known, same, ends, SPELLING)
+    longest = max((e for e in ends if spell(prompt).startswith(spell(known[:e]))), default=0)
+    assert end == longest
+    borders = [j for j in range(len(prompt) + 1) if spell(prompt[:j]) == spell(known[:end])]
+    assert position in borders or (position == 0 and not borders)
+    if position:  # what the model reads does not change
+        assert spell(known[:end] + prompt[position:]) == spell(prompt)
+
+
+def test_after_reply() -> None:
+    assert after_reply([0, EOT, 1, EOT, 2], [0, EOT, 3, 3, EOT]) == 4
+    assert after_reply([0, EOT, 1], [0, EOT, 3, 3, EOT]) is None

@@ -1,0 +1,285 @@
+"""Calls that outlive their connection: retries that join, replay or continue, streams as they are sampled, stop strings,
+and prompts that take back the ids that were sampled. The engine is scripted (see test_gateway), the rest is real."""
+
+import contextlib
+import json
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from test_gateway import EOS, ScriptedEngine, Server, ask, sdk
+from tokenizers import Tokenizer, decoders, models
+
+from gateway import Attempt, Text, Vocabulary, address
+from trajectory import Turn, assemble
+
+CHAT = "/v1/chat/completions"
+HI = {"messages": [{"role": "user", "content": "hi"}]}
+RETRY = {"x-stainless-retry-count": "1"}
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer for the scripted engine's ids: id 7 is the word "7"."""
+    directory = tmp_path_factory.mktemp("words")
+    Tokenizer(models.WordLevel({str(i): i for i in range(2000)}, unk_token="0")).save(str(directory / "tokenizer.json"))
+    return directory
+
+
+@pytest.fixture
+def engine() -> Iterator[ScriptedEngine]:
+    engine = ScriptedEngine()
+    yield engine
+    engine.stop()
+
+
+@pytest.fixture
+def server(tmp_path: Path, engine: ScriptedEngine, words: Path) -> Iterator[Server]:
+    server = Server(tmp_path, f"http://127.0.0.1:{engine.port}", grace=0.5, tokenizer=str(words), max_open_calls=4)
+    yield server
+    server.kill()
+
+
+def leave(server: Server, key: str, after: float, **body: Any) -> None:
+    """A client that hangs up."""
+    url, headers = f"{server.url}{CHAT}", {"authorization": f"Bearer {key}"}
+    with contextlib.suppress(httpx.ReadTimeout):
+        with httpx.stream("POST", url, json=HI | body, headers=headers, timeout=after, trust_env=False):
+            time.sleep(after)
+
+
+def until(condition: Any) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+# ---- retries
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_comes_back_in_time_joins_the_call(server: Server, engine: ScriptedEngine, stream: bool) -> None:
+    engine.length, engine.delay = 8, 0.05
+    (rollout,) = server.run("g")
+    leave(server, rollout["agent_key"], 0.15, stream=stream)
+    reply = server.client(rollout["agent_key"]).post(CHAT, json=HI | {"stream": stream})
+    assert "5 6 7 8 9 10 11" in (reply.text if not stream else text_of(reply.text)) and engine.sampled == 8
+    (turn,) = server.turns("g.0")
+    assert turn["response_ids"] == [5, 6, 7, 8, 9, 10, 11, EOS] and turn["status"] == "delivered"
+    assert server.get("/rollouts/g.0")["calls"] == 1
+
+
+def test_who_comes_back_late_continues_from_the_log(server: Server, engine: ScriptedEngine) -> None:
+    engine.length, engine.delay = 8, 0.2
+    (rollout,) = server.run("g")
+    leave(server, rollout["agent_key"], 0.3, stream=True)
+    until(lambda: [turn["status"] for turn in server.turns("g.0")] == ["aborted"])
+    kept = server.turns("g.0")[0]["response_ids"]
+    assert 0 < len(kept) < 8 and not server.turns("g.0")[0]["delivered"] and engine.running == 0
+    engine.delay = 0.0
+    reply = server.client(rollout["agent_key"]).post(CHAT, json=HI | {"stream": True})
+    assert engine.seen[-1]["token_ids"][-len(kept):] == kept  # from where it was
+    assert engine.seen[-1]["sampling_params"]["max_tokens"] + len(kept) == engine.seen[0]["sampling_params"]["max_tokens"]
+    (turn,) = server.turns("g.0")
+    assert turn["response_ids"][: len(kept)] == kept and turn["response_ids"][-1] == EOS and turn["delivered"]
+    assert len(turn["logprobs"]) == len(turn["versions"]) == len(turn["response_ids"])
+    assert text_of(reply.text) == " ".join(map(str, turn["response_ids"][:-1]))
+    assert server.get("/rollouts/g.0")["sampled_tokens"] == len(turn["response_ids"])
+
+
+def test_a_reply_nobody_came_back_for_is_not_trained(server: Server, engine: ScriptedEngine) -> None:
+    engine.delay = 0.1
+    (rollout,) = server.run("g")
+    leave(server, rollout["agent_key"], 0.25)
+    until(lambda: [turn["status"] for turn in server.turns("g.0")] == ["aborted"])
+    (turn,) = server.turns("g.0")
+    assert turn["response_ids"][-1] == EOS and assemble([Turn.from_record(turn)])[1]["undelivered"] == 1
+
+
+def test_a_retry_replays_and_a_new_request_samples(tmp_path: Path, engine: ScriptedEngine) -> None:
+    server = Server(tmp_path, f"http://127.0.0.1:{engine.port}", process=True)
+    try:
+        (rollout,) = server.run("g")
+        client = server.client(rollout["agent_key"])
+        first = client.post(CHAT, json=HI).json()
+        assert client.post(CHAT, json=HI, headers=RETRY).json() == first and len(server.turns("g.0")) == 1
+        server.kill()
+        server.start()
+        assert client.post(CHAT, json=HI, headers=RETRY).json() == first and len(server.turns("g.0")) == 1
+        assert client.post(CHAT, json=HI).json()["id"] != first["id"] and len(server.turns("g.0")) == 2
+    finally:
+        server.kill()
+
+
+def test_after_a_crash_what_nothing_continued_is_replayed_once(tmp_path: Path, engine: ScriptedEngine) -> None:
+    """The turn is logged, its reply was never written: the next such request gets it, and the one after it does not."""
+    server = Server(tmp_path, f"http://127.0.0.1:{engine.port}", process=True)
+    try:
+        (rollout,) = server.run("g")
+        client = server.client(rollout["agent_key"])
+        first = client.post(CHAT, json=HI).json()
+        server.kill()
+        with sqlite3.connect(tmp_path / "gateway.sqlite") as log:  # as the crash before the last byte leaves it
+            log.execute("UPDATE turns SET status = 'ok'")
+        log.close()
+        server.start()
+        assert client.post(CHAT, json=HI).json() == first
+        assert client.post(CHAT, json=HI).json() != first
+        assert [turn["status"] for turn in server.turns("g.0")] == ["delivered", "delivered"]
+    finally:
+        server.kill()
+
+
+def test_a_retry_beside_its_own_open_call_joins_and_a_parallel_sample_does_not(server: Server, engine: ScriptedEngine) -> None:
+    engine.delay = 0.15
+    (rollout,) = server.run("g")
+    client, replies = server.client(rollout["agent_key"]), []
+
+    def post(**headers: str) -> None:
+        replies.append(client.post(CHAT, json=HI, headers=headers).json()["id"])
+
+    threads = [threading.Thread(target=post), threading.Thread(target=post), threading.Thread(target=post, kwargs=RETRY)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.05)
+    for thread in threads:
+        thread.join()
+    assert len(replies) == 3 and len(set(replies)) == 2 and len(server.turns("g.0")) == 2
+
+
+def test_the_retry_of_a_refused_call_takes_no_other_calls_sample(server: Server, engine: ScriptedEngine) -> None:
+    """Four samples of one request are open, the fifth gets 429 and comes again: five samples."""
+    engine.delay = 0.2
+    (rollout,) = server.run("g")
+    client = server.client(rollout["agent_key"])
+    threads = [threading.Thread(target=client.post, args=(CHAT,), kwargs={"json": HI}) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    until(lambda: len(engine.seen) == 4)
+    refused = client.post(CHAT, json=HI)
+    assert refused.status_code == 429 and refused.headers["retry-after"] and refused.json()["error"]["code"] == "too_many_calls"
+    for thread in threads:
+        thread.join()
+    assert client.post(CHAT, json=HI, headers=RETRY).status_code == 200 and len(server.turns("g.0")) == 5
+
+
+def test_a_call_that_got_503_goes_on_when_it_comes_again(tmp_path: Path, engine: ScriptedEngine, words: Path) -> None:
+    server = Server(tmp_path, f"http://127.0.0.1:{engine.port}", engine_retry=0.0, tokenizer=str(words))
+    try:
+        (rollout,) = server.run("g")
+        engine.length, engine.faults = 6, ["cut", 500, 500, 500]
+        with pytest.raises(openai.APIError):
+            list(ask(sdk(server, rollout["agent_key"]), stream=True))
+        (turn,) = server.turns("g.0")
+        assert turn["response_ids"] == [5, 6] and turn["status"] == "error" and "engine" in turn["error"]
+        engine.faults = []
+        chunks = list(ask(sdk(server, rollout["agent_key"]), stream=True))
+        (turn,) = server.turns("g.0")
+        assert engine.seen[-1]["token_ids"][-2:] == [5, 6] and turn["response_ids"][:2] == [5, 6] and turn["delivered"]
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        assert text == " ".join(map(str, turn["response_ids"][:-1]))
+    finally:
+        server.kill()
+
+
+# ---- streams
+
+
+def text_of(events: str) -> str:
+    """What the chunks of a chat stream say."""
+    chunks = [json.loads(line[6:]) for line in events.splitlines() if line.startswith("data: {")]
+    return "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks if chunk["choices"])
+
+
+def test_text_is_sent_as_it_is_sampled(server: Server, engine: ScriptedEngine) -> None:
+    engine.length, engine.delay = 6, 0.1
+    (rollout,) = server.run("g")
+    arrivals = []
+    for chunk in ask(sdk(server, rollout["agent_key"]), stream=True):
+        if chunk.choices[0].delta.content:
+            arrivals.append((time.monotonic(), engine.sampled))
+    assert len(arrivals) >= 4 and arrivals[0][1] < 6 and arrivals[-1][0] - arrivals[0][0] > 0.25
+
+
+def test_stop_strings_end_the_sample_also_across_a_pause(server: Server, engine: ScriptedEngine) -> None:
+    engine.length, engine.delay = 9, 0.1
+    (rollout,) = server.run("g")
+    replies = []
+    thread = threading.Thread(target=lambda: replies.append(ask(sdk(server, rollout["agent_key"]), stop=["6 7", "nope"])))
+    thread.start()
+    until(lambda: engine.sampled == 2)  # "5 6": the seam is inside the stop string
+    server.post("/pause", lease=60)
+    engine.aborted.set()
+    until(lambda: server.get("/state")["in_flight"] == 0)
+    engine.aborted.clear()
+    engine.version = "1"
+    server.post("/resume", version=1)
+    thread.join()
+    assert replies[0].choices[0].message.content == "5 " and replies[0].choices[0].finish_reason == "stop"
+    (turn,) = server.turns("g.0")
+    assert turn["response_ids"] == [5, 6, 7] and turn["versions"] == [0, 0, 1] and len(turn["logprobs"]) == 3
+    until(lambda: engine.running == 0)  # it samples on for nobody
+
+
+def test_markers_and_unfinished_text_wait(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.BPE({"a": 0, " ": 1, "<": 2, "tool_call>": 3, "b": 4, "Ã": 5, "©": 6}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    text = Text(Vocabulary(str(tmp_path)), ["ab"], [])
+    seen = []
+    for token in (4, 0, 0, 1, 5, 6, 2, 4, 2, 3, 4):
+        text.add([token])
+        seen.append(text.text[:text.readable()])
+    assert seen == ["b", "b", "ba", "baa", "baa", "baa é", "baa é"] + 4 * ["baa é<b"]
+    assert text.add([0, 4]) == (2, "ab")
+
+
+# ---- splice
+
+FIRST, THEN = {"role": "user", "content": "q"}, {"role": "user", "content": "more"}
+SPELL = {1: "q", 2: "<eot>", 3: "he", 4: "llo", 5: "hel", 6: "lo", 7: "m", 8: "x"}
+
+
+def history(mode: str, prompt: list[int], messages: list[dict]) -> tuple[list[int], str | None]:
+    """A prompt after one turn: [q <eot>] -> [he llo <eot>], the message "hello"."""
+    attempt, addresses = Attempt(), [address(b"", FIRST)]
+    reply = address(addresses[0], {"role": "assistant", "content": "hello", "reasoning": "hm", "tool_calls": []})
+    attempt.add(0, b"".join(i.to_bytes(4, "little") for i in [1, 2, 3, 4, 2]), reply, addresses[0])
+    now = []
+    for message in messages:
+        now.append(address(now[-1] if now else b"", message))
+    return attempt.splice(prompt, now, now[0] if now else b"", mode, SPELL)
+
+
+def test_history_takes_the_sampled_ids_where_the_mode_allows() -> None:
+    said = [FIRST, {"role": "assistant", "content": "hello"}, THEN]
+    same_text, rewritten = [1, 2, 5, 6, 2, 7, 2], [1, 2, 8, 2, 7, 2]
+    assert history("exact", [1, 2, 3, 4, 2, 7, 2], said) == ([1, 2, 3, 4, 2, 7, 2], None)
+    assert history("exact", same_text, said) == (same_text, "drift")
+    for mode in ("tokens", "messages"):
+        assert history(mode, same_text, said) == ([1, 2, 3, 4, 2, 7, 2], None)
+    for mode in ("exact", "tokens"):
+        assert history(mode, rewritten, said) == (rewritten, "template")
+    assert history("messages", rewritten, said) == ([1, 2, 3, 4, 2, 7, 2], None)
+    edited = [FIRST, {"role": "assistant", "content": "edited"}, THEN]
+    assert history("messages", rewritten, edited) == (rewritten, "compaction")
+    assert history("tokens", [7, 2], [THEN]) == ([7, 2], "new_conversation")
+    assert history("tokens", [1, 2], [FIRST]) == ([1, 2], "branch")  # the same question again: another sample
+
+
+@pytest.mark.parametrize("other, same", [
+    ({"content": "a\nb"}, {"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}),
+    ({"content": None, "reasoning": "r"}, {"content": ""}),
+    ({"tool_calls": [{"id": "1", "function": {"name": "f", "arguments": '{"a": 1, "b": 2}'}}]},
+     {"tool_calls": [{"id": "2", "type": "function", "function": {"arguments": '{"b":2,"a":1}', "name": "f"}}], "refusal": None})])
+def test_what_harnesses_send_back_means_the_same(other: dict, same: dict) -> None:
+    assert address(b"", {"role": "assistant", **other}) == address(b"", {"role": "assistant", **same})
+    assert address(b"", {"role": "assistant", **other}) != address(b"", {"role": "assistant", **same, "content": "x"})
