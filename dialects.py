@@ -14,6 +14,7 @@ that orjson has read and can write again.
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -51,16 +52,14 @@ class Ask:
 # ---- reading
 
 
-NAMES = {str: "a string", list: "a list", dict: "an object", int: "an integer", float: "a number", bool: "a boolean",
-         type(None): "null or missing"}
-TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "summary_text": "text", "reasoning_text": "text",
-         "refusal": "refusal"}  # the field of each kind of part that holds its text
+NAMES = {str: "a string", list: "a list", dict: "an object", int: "an integer", float: "a number", bool: "a boolean"}
+TEXTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text", "refusal")  # kinds of parts
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
             "repetition_penalty")
-IGNORED = ("logit_bias", "logprobs", "top_logprobs", "structured_outputs", "guided_json", "guided_regex",
-           "guided_choice", "guided_grammar", "min_tokens", "ignore_eos", "stop_token_ids", "bad_words",
-           "context_management", "max_tool_calls")
+IGNORED = ("logit_bias", "logprobs", "top_logprobs", "structured_outputs", "min_tokens", "ignore_eos", "stop_token_ids",
+           "bad_words", "context_management", "max_tool_calls")
+SINGLE = dict.fromkeys(("n", "best_of"), "send parallel requests, each is a sample of its own")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
@@ -78,8 +77,8 @@ class Node(dict[str, Any]):
         """Its `name`, of one of these JSON types; None where it is null or missing, unless there is `need` of it."""
         value = self.get(name)
         if type(value) not in kinds and (need or value is not None):
-            wanted = " or ".join(NAMES[kind] for kind in kinds)
-            raise self.wrong(name, f"must be {wanted}, but is {NAMES[type(value)]}", "invalid_type")
+            wanted, found = " or ".join(map(NAMES.get, kinds)), NAMES.get(type(value), "null or missing")
+            raise self.wrong(name, f"must be {wanted}, but is {found}", "invalid_type")
         return value
 
     def node(self, name: str, need: bool = False) -> "Node":
@@ -89,28 +88,24 @@ class Node(dict[str, Any]):
         nodes = []
         for at, value in enumerate(self.of(name, list) or ()):
             if not isinstance(value, dict):
-                raise self.wrong(f"{name}[{at}]", f"must be an object, but is {NAMES[type(value)]}", "invalid_type")
+                raise self.wrong(f"{name}[{at}]", "must be an object", "invalid_type")
             nodes.append(Node(value, f"{self.where}{name}[{at}]."))
         return nodes
 
     def said(self) -> str:
         """The text of a part of a message."""
         if (kind := self.of("type", str)) not in TEXTS:
-            raise self.wrong(f"type {str(kind)[:40]!r}", "is not supported here: this model reads text, no images, "
-                             "audio or files", "unsupported_content")
-        return self.of(TEXTS[kind], str, need=True)
-
-    def texts(self, name: str) -> list[str]:
-        """The texts of a string, of a list of parts, of null."""
-        if isinstance(self.get(name), list):
-            return [part.said() for part in self.nodes(name)]
-        return [self.of(name, str, list) or ""]
+            raise self.wrong(f"type {str(kind)[:40]!r}", "is not supported: it reads text only", "unsupported_content")
+        return self.of("refusal" if kind == "refusal" else "text", str, need=True)
 
     def text(self, name: str) -> str:
-        return joined(self.texts(name))
+        """The text of a string, of a list of parts, of null."""
+        if isinstance(self.get(name), list):
+            return joined(*(part.said() for part in self.nodes(name)))
+        return self.of(name, str, list) or ""
 
 
-def joined(texts: list[str], by: str = "\n") -> str:
+def joined(*texts: str | None, by: str = "\n") -> str:
     return by.join(filter(None, texts))
 
 
@@ -128,6 +123,24 @@ def called(identity: str | None, name: str, arguments: str) -> JSON:
     return {"id": identity or "", "type": "function", "function": {"name": name, "arguments": arguments or "{}"}}
 
 
+def in_turns(pieces: list[JSON], join: bool) -> list[JSON]:
+    """Chat messages of one thing each, put together: the assistant's reasoning, text and calls in a row are one
+    message, and what is out of this order begins another. With `join`, texts in a row are one and empty ones none."""
+    messages, last = [], 3
+    for piece in pieces:
+        role, rank = piece["role"], 2 if "tool_calls" in piece else 0 if "reasoning" in piece else 1
+        if len(piece) == 2 and not piece["content"] and (join or role == "assistant"):
+            continue  # it says nothing
+        if messages and role == messages[-1]["role"] != "tool" and last <= rank and (join or not last == rank == 1):
+            content, reasoning = (joined(messages[-1].get(key), piece.get(key)) for key in ("content", "reasoning"))
+            calls = messages[-1].get("tool_calls", []) + piece.get("tool_calls", [])
+            piece = assistant(content, reasoning, calls) | {"role": role}
+            messages.pop()
+        messages.append(piece)
+        last = rank
+    return messages
+
+
 def function(name: str, description: str | None, parameters: JSON | None) -> JSON:
     return {"type": "function", "function": {"name": name, "description": description or "",
                                              "parameters": parameters or {"type": "object", "properties": {}}}}
@@ -141,11 +154,6 @@ def as_object(arguments: str) -> JSON:
     except (ValueError, TypeError):
         value = None
     return value if isinstance(value, dict) else {"arguments": arguments}
-
-
-def hosted(kind: Any) -> str:
-    """The counter of a tool that only the API's own servers have."""
-    return f"tool_{kind}" if isinstance(kind, str) and re.fullmatch(r"\w{1,40}", kind, re.ASCII) else "tool_unknown"
 
 
 # ---- what dialects share
@@ -162,18 +170,15 @@ class Dialect:
     writer: "type[Stream]"
     limits: tuple[str, ...] = ("max_tokens",)
     stops = "stop"
-    refused: dict[str, str] = {}  # fields that cannot be ignored, and what to do instead
+    refused: dict[str, str] = {}  # what cannot be ignored, unless it is 1, and what to do instead
 
     def ask(self, body: JSON) -> Ask:
         """ApiError 400: what is wrong with the body."""
         node = Node(body)
         ask = Ask(body, stream=node.of("stream", bool) or False)
-        for name, instead in self.refused.items():
-            if body.get(name):
+        for name, instead in {**SINGLE, **self.refused}.items():
+            if (value := body.get(name)) and not (type(value) is int and value == 1):
                 raise node.wrong(name, f"is not supported: {instead}", "unsupported_parameter")
-        for name in ("n", "best_of"):
-            if body.get(name) not in (None, 1):
-                raise node.wrong(name, "must be 1: send parallel requests, each is a sample of its own")
         for name in self.limits:
             if (limit := node.of(name, int)) is not None and limit < 1:
                 raise node.wrong(name, "must be at least 1")
@@ -201,61 +206,74 @@ class Dialect:
 
     def order(self, ask: Ask, messages: list[JSON]) -> None:
         """One system message, first: templates refuse another. What a later one says is said as the user."""
-        system = []
-        for message in messages:
-            if message["role"] not in ("system", "developer"):
-                ask.messages.append(message)
-            elif ask.messages:
-                ask.messages.append({"role": "user", "content": message["content"]})
-                ask.overridden.append("system_moved")
-            else:
-                system.append(Node(message).text("content"))
-        if system:
-            ask.messages.insert(0, {"role": "system", "content": joined(system, "\n\n")})
-        if not ask.messages:
+        system = [message["role"] in ("system", "developer") for message in messages]
+        first = [*system, False].index(False)
+        begin = joined(*(Node(message).text("content") for message in messages[:first]), by="\n\n")
+        ask.messages = [{"role": "system", "content": begin}] * bool(first) + [
+            {"role": "user", "content": message["content"]} if moved else message
+            for message, moved in zip(messages[first:], system[first:], strict=True)]
+        ask.overridden += ["system_moved"] * sum(system[first:])
+        if not messages:
             raise ApiError(400, "there are no messages", "invalid_value")
 
-    def choose(self, ask: Ask, choice: Any, parallel: bool | None, effort: Any, grammar: Any) -> None:
+    def functions(self, ask: Ask, tools: list[Node], *kinds: str | None) -> Iterator[Node]:
+        """Those that the harness has itself; others, of the API's own servers, are left out."""
+        for tool in tools:
+            if (kind := tool.get("type")) in kinds:
+                yield tool
+            else:
+                known = isinstance(kind, str) and re.fullmatch(r"\w{1,40}", kind, re.ASCII)
+                ask.overridden.append(f"tool_{kind if known else 'unknown'}")
+
+    def choose(self, ask: Ask, node: Node, effort: Any, grammar: Any) -> None:
         """The wishes that every chat dialect has. Forced calls and grammars would falsify the log-probs."""
-        kind = choice.get("type") if isinstance(choice, dict) else choice
+        choice, parallel = node.get("tool_choice"), node.of("parallel_tool_calls", bool)
+        if isinstance(choice, dict):
+            parallel, choice = False if choice.get("disable_parallel_tool_use") else parallel, choice.get("type")
         if ask.tools:
-            ask.extra = {"tool_choice": "none" if kind == "none" else "auto"}
+            ask.extra = {"tool_choice": "none" if choice == "none" else "auto"}
             ask.extra |= {"parallel_tool_calls": parallel} if parallel is not None else {}
         ask.extra |= {"reasoning_effort": effort} if effort in EFFORTS else {}
-        forced, unknown = kind not in (None, "auto", "none"), effort not in (None, *EFFORTS)
-        formed = grammar and grammar != {"type": "text"}
-        ask.overridden += ["tool_choice"] * forced + ["reasoning_effort"] * unknown + ["response_format"] * bool(formed)
+        ask.overridden += ["tool_choice"] * (choice not in (None, "auto", "none"))
+        ask.overridden += ["reasoning_effort"] * (effort not in (None, *EFFORTS))
+        ask.overridden += ["response_format"] * bool(grammar and grammar != {"type": "text"})
+
+    def said(self, ask: Ask, completion: JSON, status: str) -> list[JSON]:
+        """The blocks of a reply that has them."""
+        name, message = completion["name"], completion["message"]
+        said = [self.block(name, kind, message[kind], status) for kind in ("reasoning", "content") if message.get(kind)]
+        return said + [self.call(ask, f"{name}_{at}", sent) for at, sent in enumerate(message.get("tool_calls") or ())]
+
+
+EMPTY = {"message": {}, "finish": None, "stop_string": None, "usage": {"prompt": 0, "sampled": 0}}
 
 
 class Stream:
     """Writes one reply as SSE, each text as soon as it is there; `finish` sends the rest."""
 
     def __init__(self, dialect: Any, ask: Ask, head: JSON) -> None:
-        self.dialect, self.ask, self.head = dialect, ask, head
+        self.dialect, self.ask, self.head = dialect, ask, head | EMPTY
         self.sent: dict[str, list[str]] = {"reasoning": [], "content": []}
         self.mismatch = False  # what was sent is not what the reply begins with
 
     def text(self, kind: Kind, delta: str) -> bytes:
-        if not delta:
-            return b""
-        if kind == "reasoning" and self.sent["content"]:  # it comes first, or not at all
-            self.mismatch = True
+        late = kind == "reasoning" and delta and self.sent["content"]  # reasoning comes first, or not at all
+        self.mismatch |= bool(late)
+        if late or not delta:
             return b""
         self.sent[kind].append(delta)
         return self.delta(kind, delta)
 
     def finish(self, completion: JSON) -> bytes:
-        events = []
+        rest = b""
         for kind in ("reasoning", "content"):
             whole, sent = completion["message"].get(kind) or "", "".join(self.sent[kind])
-            if whole.startswith(sent):
-                events.append(self.text(kind, whole[len(sent):]))
-            else:
-                self.mismatch = True
-        return b"".join([*events, self.end(completion)])
+            self.mismatch |= not whole.startswith(sent)
+            rest += self.text(kind, whole[len(sent):]) if whole.startswith(sent) else b""
+        return rest + self.end(completion)
 
     def fail(self, error: ApiError) -> bytes:
-        return sse(self.dialect.error(error))
+        return sse(event := self.dialect.error(error), event.get("type", ""))
 
 
 # ---- chat completions, completions
@@ -263,7 +281,7 @@ class Stream:
 
 class ChatStream(Stream):
     def chunk(self, delta: JSON, finish: str | None = None) -> bytes:
-        return sse(self.dialect.body(self.head, [self.dialect.choice(delta, finish, "delta")], ".chunk"))
+        return sse(self.dialect.body(self.head, [self.dialect.choice(delta, finish, "delta")], True))
 
     def start(self) -> bytes:
         return self.chunk({"role": "assistant", "content": ""})
@@ -280,30 +298,29 @@ class ChatStream(Stream):
         events = [self.chunk({"tool_calls": [{"index": at, **sent}]}) for at, sent in enumerate(calls)]
         events.append(self.chunk({}, completion["finish"]))
         if (self.ask.body.get("stream_options") or {}).get("include_usage"):
-            events.append(sse(self.dialect.body(self.head, [], ".chunk") | {"usage": self.dialect.usage(completion)}))
+            usage = self.dialect.reply(self.ask, completion)["usage"]
+            events.append(sse(self.dialect.body(self.head, [], True) | {"usage": usage}))
         return b"".join([*events, b"data: [DONE]\n\n"])
 
 
 class Chat(Dialect):
     writer, limits = ChatStream, ("max_completion_tokens", "max_tokens")
+    prefix, objects = "chatcmpl", ("chat.completion", "chat.completion.chunk")
     refused = {"functions": "send 'tools'", "audio": "this model writes text"}
 
     def read(self, ask: Ask, node: Node) -> None:
         self.order(ask, [self.message(message) for message in node.nodes("messages")])
-        for tool in node.nodes("tools"):
-            if tool.get("type", "function") == "function":
-                tool.node("function", need=True).of("name", str, need=True)
-                ask.tools.append(dict(tool))
-            else:
-                ask.overridden.append(hosted(tool["type"]))
-        self.choose(ask, node.get("tool_choice"), node.of("parallel_tool_calls", bool), node.get("reasoning_effort"),
-                    node.get("response_format"))
+        for tool in self.functions(ask, node.nodes("tools"), "function", None):
+            tool.node("function", need=True).of("name", str, need=True)
+            ask.tools.append(dict(tool))
+        self.choose(ask, node, node.get("reasoning_effort"), node.get("response_format"))
         if wishes := node.of("chat_template_kwargs", dict):
             ask.extra["chat_template_kwargs"] = wishes
 
     def message(self, message: Node) -> JSON:
-        parts, calls = message.texts("content"), []
-        content = [{"type": "text", "text": part} for part in parts] if len(parts) > 1 else "".join(parts)
+        content, calls = message.text("content"), []
+        if isinstance(message.get("content"), list) and len(message["content"]) > 1:  # templates join parts as they do
+            content = [{"type": "text", "text": part.said()} for part in message.nodes("content")]
         if (role := message.get("role")) not in ROLES:
             raise message.wrong("role", f"must be one of {', '.join(ROLES)}")
         if role != "assistant":
@@ -311,31 +328,29 @@ class Chat(Dialect):
             return {"role": role, "content": content} | kept
         for sent in message.nodes("tool_calls"):
             inner = sent.node("function", need=True)
-            arguments = inner.of("arguments", str, dict) or ""
-            calls.append(called(sent.of("id", str), inner.of("name", str, need=True),
-                                arguments if isinstance(arguments, str) else written(arguments)))
+            name, arguments = inner.of("name", str, need=True), inner.of("arguments", str) or ""
+            calls.append(called(sent.of("id", str), name, arguments))
         return assistant(content, message.of("reasoning", str) or message.of("reasoning_content", str), calls)
 
-    def choice(self, said: JSON, finish: str | None, key: str) -> JSON:
+    def choice(self, said: Any, finish: str | None, key: str) -> JSON:
         return {"index": 0, key: said, "logprobs": None, "finish_reason": "stop" if finish == "stop_string" else finish}
 
-    def body(self, head: JSON, choices: list[JSON], part: str = "") -> JSON:
-        return {"id": f"chatcmpl-{head['name']}", "object": f"chat.completion{part}", "created": head["created"],
+    def body(self, head: JSON, choices: list[JSON], chunk: bool) -> JSON:
+        return {"id": f"{self.prefix}-{head['name']}", "object": self.objects[chunk], "created": head["created"],
                 "model": head["model"], "choices": choices}
-
-    def usage(self, completion: JSON) -> JSON:
-        prompt, sampled = completion["usage"]["prompt"], completion["usage"]["sampled"]
-        return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
     def reply(self, ask: Ask, completion: JSON) -> JSON:
         content, reasoning, calls = map(completion["message"].get, ("content", "reasoning", "tool_calls"))
         said = assistant(content or (None if reasoning or calls else ""), reasoning, calls)
-        return self.body(completion, [self.choice(said, completion["finish"], "message")]) | {
-            "usage": self.usage(completion)}
+        choice, usage = self.choice(said, completion["finish"], "message"), completion["usage"]
+        return self.body(completion, [choice], False) | {"usage": {
+            "prompt_tokens": usage["prompt"], "completion_tokens": usage["sampled"],
+            "total_tokens": usage["prompt"] + usage["sampled"]}}
 
 
 class Completions(Chat):
-    limits, refused = ("max_tokens",), {"suffix": "it writes from left to right", "echo": "the prompt is yours"}
+    limits, prefix, objects = ("max_tokens",), "cmpl", ("text_completion", "text_completion")
+    refused = {"suffix": "it writes from left to right", "echo": "the prompt is yours"}
 
     def read(self, ask: Ask, node: Node) -> None:
         prompt = node.of("prompt", str, list, need=True)
@@ -344,14 +359,11 @@ class Completions(Chat):
         if not prompt or isinstance(prompt, list) and not all(type(one) is int and 0 <= one < 2**31 for one in prompt):
             raise node.wrong("prompt", "must be one text, or the ids of one, and not empty: send several in parallel")
         ask.prompt = prompt
-        self.choose(ask, None, None, None, node.get("response_format"))
+        self.choose(ask, node, None, node.get("response_format"))
 
     def choice(self, said: JSON, finish: str | None, key: str) -> JSON:
         text = (said.get("reasoning") or "") + (said.get("content") or "")
-        return {"index": 0, "text": text} | super().choice({}, finish, "message")
-
-    def body(self, head: JSON, choices: list[JSON], part: str = "") -> JSON:
-        return super().body(head, choices) | {"id": f"cmpl-{head['name']}", "object": "text_completion"}
+        return super().choice(text, finish if finish in ("length", None) else "stop", "text")
 
 
 # ---- replies of blocks: reasoning, then content, then calls
@@ -384,16 +396,10 @@ class BlockStream(Stream):
         events = [self.close()]
         for block in final[self.dialect.blocks]:
             if "name" in block:  # a call
-                self.index += 1
-                events += [self.begin(block), self.says(block, self.dialect.saying(block)), self.ended(block)]
+                self.index, said = self.index + 1, block.get("arguments", block.get("input"))
+                said = said if isinstance(said, str) else written(said)
+                events += [self.begin(block), self.says(block, said), self.ended(block)]
         return b"".join([*events, self.over(final)])
-
-
-class BlockDialect(Dialect):
-    def said(self, ask: Ask, completion: JSON, status: str) -> list[JSON]:
-        name, message = completion["name"], completion["message"]
-        said = [self.block(name, kind, message[kind], status) for kind in ("reasoning", "content") if message.get(kind)]
-        return said + [self.call(ask, f"{name}_{at}", sent) for at, sent in enumerate(message.get("tool_calls") or ())]
 
 
 # ---- responses
@@ -418,101 +424,75 @@ class ResponsesStream(BlockStream):
         return self.event(event, item_id=item["id"], output_index=self.index, **part, **data, **logprobs)
 
     def start(self) -> bytes:
-        return self.event("response.created", response=self.dialect.response(self.ask, self.head)) + self.ping()
+        return self.event("response.created", response=self.dialect.reply(self.ask, self.head)) + self.ping()
 
     def ping(self) -> bytes:
-        return self.event("response.in_progress", response=self.dialect.response(self.ask, self.head))
+        return self.event("response.in_progress", response=self.dialect.reply(self.ask, self.head))
 
     def begin(self, item: JSON) -> bytes:
-        empty = {"content": []} if "content" in item else {SAYS[item["type"]]: ""}
-        begun = {**item, "status": "in_progress", **empty}
+        part = item.get("content", [None])[0]
+        begun = {**item, "status": "in_progress", SAYS.get(item["type"], "content"): [] if part else ""}
         added = self.event("response.output_item.added", output_index=self.index, item=begun)
-        return added + (self.on(item, "response.content_part.added", part=item["content"][0]) if "content" in item
-                        else b"")
+        return added + (self.on(item, "response.content_part.added", part=part) if part else b"")
 
     def says(self, item: JSON, delta: str) -> bytes:
         return self.on(item, f"{EVENTS[item['type']]}.delta", delta=delta)
 
     def ended(self, item: JSON) -> bytes:
-        done = f"{EVENTS[item['type']]}.done"
-        if "content" in item:
-            part = item["content"][0]
-            events = self.on(item, done, text=part["text"]) + self.on(item, "response.content_part.done", part=part)
-        else:
-            events = self.on(item, done, name=item["name"], **{SAYS[item["type"]]: self.dialect.saying(item)})
-        return events + self.event("response.output_item.done", output_index=self.index, item=item)
+        part, done = item.get("content", [None])[0], f"{EVENTS[item['type']]}.done"
+        said = {"text": part["text"]} if part else {key: item[key] for key in ("name", SAYS[item["type"]])}
+        ends = self.on(item, done, **said) + (self.on(item, "response.content_part.done", part=part) if part else b"")
+        return ends + self.event("response.output_item.done", output_index=self.index, item=item)
 
     def over(self, final: JSON) -> bytes:
         return self.event(f"response.{final['status']}", response=final)
 
     def fail(self, error: ApiError) -> bytes:
         code = error.code or ("rate_limit_exceeded" if error.status == 429 else "server_error")
-        return self.over(self.dialect.response(self.ask, self.head, "failed") | {
-            "error": {"code": code, "message": error.message}})
+        failed = {"status": "failed", "error": {"code": code, "message": error.message}}
+        return self.over(self.dialect.reply(self.ask, self.head) | failed)
 
 
-class Responses(BlockDialect):
+class Responses(Dialect):
     writer, limits, blocks = ResponsesStream, ("max_output_tokens",), "output"
     refused = {"background": "stream the reply", "prompt": "send 'instructions' and 'input'"} | dict.fromkeys(
         ("previous_response_id", "conversation"), "nothing is stored, send the whole conversation as 'input'")
 
     def read(self, ask: Ask, node: Node) -> None:
-        for tool in node.nodes("tools"):
-            if tool.get("type") != "namespace":
-                self.tool(ask, tool, {})
-            for inner in tool.nodes("tools") if tool.get("type") == "namespace" else ():
-                self.tool(ask, inner, {"namespace": tool.of("name", str, need=True)})
-        messages = [{"role": "system", "content": text}] if (text := node.text("instructions")) else []
-        if isinstance(node.of("input", str, list, need=True), str):
-            messages.append({"role": "user", "content": node["input"]})
-        else:
-            self.items(messages, node.nodes("input"))
-        self.order(ask, messages)
-        self.choose(ask, node.get("tool_choice"), node.of("parallel_tool_calls", bool),
-                    node.node("reasoning").get("effort"), node.node("text").get("format"))
+        for tool in self.functions(ask, node.nodes("tools"), "function", "custom", "namespace"):
+            name = {"namespace": tool.of("name", str, need=True)} if tool["type"] == "namespace" else {}
+            for one in self.functions(ask, tool.nodes("tools"), "function", "custom") if name else [tool]:
+                self.tool(ask, one, name)
+        given, instructions = node.of("input", str, list, need=True), node.text("instructions")
+        items = node.nodes("input") if isinstance(given, list) else [Node({"role": "user", "content": given})]
+        pieces = [{"role": "system", "content": instructions}] * bool(instructions) + list(map(self.piece, items))
+        self.order(ask, in_turns(pieces, join=False))
+        self.choose(ask, node, node.node("reasoning").get("effort"), node.node("text").get("format"))
 
     def tool(self, ask: Ask, tool: Node, space: JSON) -> None:
-        if (kind := tool.get("type")) not in ("function", "custom"):
-            return ask.overridden.append(hosted(kind))
-        own, about = tool.of("name", str, need=True), tool.of("description", str) or ""
-        form = tool.node("format")
+        own, about, form = tool.of("name", str, need=True), tool.of("description", str) or "", tool.node("format")
         if form.get("type") == "grammar":  # not enforced, but the model may read it
             ask.overridden.append("tool_grammar")
             about += f"\nThe input follows this {form.get('syntax')} grammar:\n{form.get('definition')}"
-        name = self.full(own, space)
-        ask.named[name] = {"type": "function_call" if kind == "function" else "custom_tool_call", "name": own, **space}
-        ask.tools.append(function(name, about, tool.of("parameters", dict) if kind == "function" else CUSTOM))
+        # Chat templates know no namespaces: a function's name begins with its own.
+        name, custom = joined(space.get("namespace"), own, by="__"), tool["type"] == "custom"
+        ask.named[name] = {"type": "custom_tool_call" if custom else "function_call", "name": own, **space}
+        ask.tools.append(function(name, about, CUSTOM if custom else tool.of("parameters", dict)))
 
-    def full(self, name: str, space: JSON) -> str:
-        """Chat templates know no namespaces: a function's name begins with its own."""
-        return f"{space['namespace']}__{name}" if space.get("namespace") else name
-
-    def items(self, messages: list[JSON], items: list[Node]) -> None:
-        """Reasoning, a message and calls in a row are one assistant message; one that is out of this order begins
-        another."""
-        ranks, last = {"reasoning": 0, "message": 1, "function_call": 2, "custom_tool_call": 2}, 3
-        for item in items:
-            kind, role = item.of("type", str) or "message", item.get("role")
-            rank = 3 if kind == "message" and role != "assistant" else ranks.get(kind, 3)
-            if rank < last or rank == last == 1:
-                messages.append(assistant(""))
-            if kind == "reasoning":
-                messages[-1] |= assistant("", item.text("content") or item.text("summary"))
-            elif kind in SAYS:
-                said = item.of(SAYS[kind], str, need=True)
-                messages[-1].setdefault("tool_calls", []).append(called(
-                    item.of("call_id", str, need=True), self.full(item.of("name", str, need=True), item),
-                    said if kind == "function_call" else written({"input": said})))
-            elif rank == 1:
-                messages[-1]["content"] = item.text("content")
-            elif kind == "message" and role in ROLES[:3]:
-                messages.append({"role": role, "content": item.text("content")})
-            elif kind in ("function_call_output", "custom_tool_call_output"):
-                messages.append({"role": "tool", "content": item.text("output"),
-                                 "tool_call_id": item.of("call_id", str, need=True)})
-            else:
-                raise item.wrong(f"type {kind[:60]!r}", f"with role {role!r} is not supported", "unsupported_content")
-            last = rank
+    def piece(self, item: Node) -> JSON:
+        kind, role = item.of("type", str) or "message", item.get("role")
+        if kind == "reasoning":
+            return assistant("", item.text("content") or item.text("summary"))
+        if kind == "message" and role in ROLES[:4]:
+            return {"role": role, "content": item.text("content")}
+        if kind in ("function_call_output", "custom_tool_call_output"):
+            return {"role": "tool", "content": item.text("output"), "tool_call_id": item.of("call_id", str, need=True)}
+        if kind not in SAYS:
+            raise item.wrong(f"type {kind[:60]!r}", f"with role {role!r} is not supported", "unsupported_content")
+        name = joined(item.of("namespace", str), item.of("name", str, need=True), by="__")
+        said = item.of(SAYS[kind], str, need=True)
+        arguments = said if kind == "function_call" else written({"input": said})
+        return assistant("", "", [called(item.of("call_id", str, need=True), name, arguments)])
 
     def block(self, name: str, kind: Kind, text: str, status: str) -> JSON:
         if kind == "reasoning":
@@ -522,46 +502,35 @@ class Responses(BlockDialect):
                 "content": [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]}
 
     def call(self, ask: Ask, name: str, sent: JSON) -> JSON:
-        full, arguments = sent["function"]["name"], sent["function"]["arguments"]
-        item = {"call_id": sent["id"], "status": "completed"} | (ask.named.get(full) or {
-            "type": "function_call", "name": full})
+        full, said = sent["function"]["name"], sent["function"]["arguments"]
+        item = {"type": "function_call", "name": full, "call_id": sent["id"], "status": "completed"}
+        item |= ask.named.get(full, {})
         if item["type"] == "function_call":
-            return item | {"id": f"fc_{name}", "arguments": arguments}
-        said = as_object(arguments).get("input")
-        return item | {"id": f"ctc_{name}", "input": said if isinstance(said, str) else arguments}
-
-    def saying(self, item: JSON) -> str:
-        return item[SAYS[item["type"]]]
-
-    def response(self, ask: Ask, head: JSON, status: str = "in_progress") -> JSON:
-        body = ask.body
-        return {"id": f"resp_{head['name']}", "object": "response", "created_at": head["created"], "status": status,
-                "error": None, "incomplete_details": None, "instructions": body.get("instructions"), "metadata": {},
-                "model": head["model"], "output": [], "parallel_tool_calls": body.get("parallel_tool_calls", True),
-                "tool_choice": body.get("tool_choice") or "auto", "tools": body.get("tools") or [], "usage": None}
+            return item | {"id": f"fc_{name}", "arguments": said}
+        given = as_object(said).get("input")
+        return item | {"id": f"ctc_{name}", "input": given if isinstance(given, str) else said}
 
     def reply(self, ask: Ask, completion: JSON) -> JSON:
-        cut, usage = completion["finish"] == "length", completion["usage"]
-        status = "incomplete" if cut else "completed"
-        return self.response(ask, completion, status) | {
-            "output": self.said(ask, completion, status),
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "usage": {"input_tokens": usage["prompt"], "output_tokens": usage["sampled"],
-                      "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-                      "output_tokens_details": {"reasoning_tokens": 0},
-                      "total_tokens": usage["prompt"] + usage["sampled"]}}
+        """Of a completion without a finish: that it is in progress."""
+        body, name, finish = ask.body, completion["name"], completion["finish"]
+        status = {None: "in_progress", "length": "incomplete"}.get(finish, "completed")
+        prompt, sampled = completion["usage"]["prompt"], completion["usage"]["sampled"]
+        return {"id": f"resp_{name}", "object": "response", "created_at": completion["created"], "status": status,
+                "error": None, "incomplete_details": {"reason": "max_output_tokens"} if finish == "length" else None,
+                "instructions": body.get("instructions"), "metadata": {}, "model": completion["model"],
+                "output": self.said(ask, completion, status), "tool_choice": body.get("tool_choice") or "auto",
+                "tools": body.get("tools") or [], "parallel_tool_calls": body.get("parallel_tool_calls", True),
+                "usage": {"input_tokens": prompt, "output_tokens": sampled, "total_tokens": prompt + sampled,
+                          "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                          "output_tokens_details": {"reasoning_tokens": 0}}}
 
 
 # ---- Anthropic messages
 
 
-DELTAS = {"thinking": ("thinking_delta", "thinking"), "text": ("text_delta", "text"),
-          "tool_use": ("input_json_delta", "partial_json")}
-
-
 class MessagesStream(BlockStream):
     def start(self) -> bytes:
-        return self.event("message_start", message=self.dialect.message(self.head))
+        return self.event("message_start", message=self.dialect.reply(self.ask, self.head))
 
     def ping(self) -> bytes:
         return self.event("ping")
@@ -571,7 +540,8 @@ class MessagesStream(BlockStream):
         return self.event("content_block_start", index=self.index, content_block=block | empty)
 
     def says(self, block: JSON, delta: str) -> bytes:
-        kind, key = DELTAS[block["type"]]
+        key = block["type"]
+        kind, key = ("input_json_delta", "partial_json") if key == "tool_use" else (f"{key}_delta", key)
         return self.event("content_block_delta", index=self.index, delta={"type": kind, key: delta})
 
     def ended(self, block: JSON) -> bytes:
@@ -583,72 +553,43 @@ class MessagesStream(BlockStream):
         stop = {key: final[key] for key in ("stop_reason", "stop_sequence")}
         return self.event("message_delta", delta=stop, usage=final["usage"]) + self.event("message_stop")
 
-    def fail(self, error: ApiError) -> bytes:
-        return sse(self.dialect.error(error), "error")
 
-
-class Messages(BlockDialect):
+class Messages(Dialect):
     writer, stops, blocks = MessagesStream, "stop_sequences", "content"
 
     def read(self, ask: Ask, node: Node) -> None:
-        system = node.texts("system")
-        if system and system[0].startswith("x-anthropic-billing-header"):  # differs in each request
+        if (system := node.text("system")).startswith("x-anthropic-billing-header"):  # differs in each request
             ask.overridden.append("billing_header")
-            system[0] = system[0].partition("\n")[2]
-        messages = [{"role": "system", "content": joined(system)}] if any(system) else []
+            system = system.partition("\n")[2]
+        messages = [{"role": "system", "content": system}] * bool(system)
         for message in node.nodes("messages"):
-            if (role := message.get("role")) not in ("user", "assistant", "system"):
+            if message.get("role") not in ("user", "assistant", "system"):
                 raise message.wrong("role", "must be user, assistant or system")
-            content = message.of("content", str, list, need=True)
-            if isinstance(content, str):
-                messages.append({"role": role, "content": content})
-            elif role == "assistant":
-                messages.append(self.answer(ask, message.nodes("content")))
-            else:
-                messages += self.told(role, message.nodes("content"))
+            said = message.of("content", str, list, need=True)
+            blocks = message.nodes("content") if isinstance(said, list) else [Node({"type": "text", "text": said})]
+            messages += in_turns([self.piece(ask, message["role"], block) for block in blocks], join=True)
         self.order(ask, messages)
-        for tool in node.nodes("tools"):
-            if (kind := tool.get("type")) in (None, "custom"):
-                ask.tools.append(function(tool.of("name", str, need=True), tool.of("description", str),
-                                          tool.of("input_schema", dict)))
-            else:
-                ask.overridden.append(hosted(kind))
-        choice, config, thinking = node.node("tool_choice"), node.node("output_config"), node.node("thinking")
+        for tool in self.functions(ask, node.nodes("tools"), "custom", None):
+            about, schema = tool.of("description", str), tool.of("input_schema", dict)
+            ask.tools.append(function(tool.of("name", str, need=True), about, schema))
+        config, thinking = node.node("output_config"), node.node("thinking")
         ask.overridden += ["thinking_budget"] * bool(thinking.get("budget_tokens"))
-        self.choose(ask, choice.get("type"), False if choice.get("disable_parallel_tool_use") else None,
-                    "none" if thinking.get("type") == "disabled" else config.get("effort"),
-                    config.get("format") or node.get("output_format"))
+        effort = "none" if thinking.get("type") == "disabled" else config.get("effort")
+        self.choose(ask, node, effort, config.get("format") or node.get("output_format"))
 
-    def answer(self, ask: Ask, blocks: list[Node]) -> JSON:
-        reasoning, content, calls = [], [], []
-        for block in blocks:
-            kind = block.get("type")
-            if kind == "thinking":
-                reasoning.append(block.of("thinking", str, need=True))
-            elif kind == "redacted_thinking":
-                ask.overridden.append("redacted_thinking")
-            elif kind == "tool_use":
-                calls.append(called(block.of("id", str, need=True), block.of("name", str, need=True),
-                                    written(block.of("input", dict) or {})))
-            else:
-                content.append(block.said())
-        return assistant(joined(content), joined(reasoning), calls)
-
-    def told(self, role: str, blocks: list[Node]) -> list[JSON]:
-        """Tool results and what is said between them, in their order."""
-        messages: list[JSON] = []
-        for block in blocks:
-            if block.get("type") == "tool_result":
-                result = block.text("content")
-                # Chat has no flag for a failure; most harnesses say it in words as well.
-                failed = block.get("is_error") and "error" not in result.lower()
-                messages.append({"role": "tool", "content": f"Error: {result}" if failed else result,
-                                 "tool_call_id": block.of("tool_use_id", str, need=True)})
-            elif messages and messages[-1]["role"] == role:
-                messages[-1]["content"] = joined([messages[-1]["content"], block.said()])
-            elif (said := block.said()) or len(blocks) == 1:
-                messages.append({"role": role, "content": said})
-        return messages
+    def piece(self, ask: Ask, role: str, block: Node) -> JSON:
+        if (kind := block.get("type")) in ("thinking", "redacted_thinking"):
+            ask.overridden += [kind] * (kind != "thinking")
+            return assistant("", block.of("thinking", str))
+        if kind == "tool_use":
+            identity, name = block.of("id", str, need=True), block.of("name", str, need=True)
+            return assistant("", "", [called(identity, name, written(block.of("input", dict) or {}))])
+        if kind != "tool_result":
+            return {"role": role, "content": block.said()}
+        result, identity = block.text("content"), block.of("tool_use_id", str, need=True)
+        if block.get("is_error") and "error" not in result.lower():  # chat has no flag for it; most harnesses say it
+            result = f"Error: {result}"
+        return {"role": "tool", "content": result, "tool_call_id": identity}
 
     def block(self, name: str, kind: Kind, text: str, status: str) -> JSON:
         return {"type": "text", "text": text} if kind == "content" else {
@@ -658,20 +599,13 @@ class Messages(BlockDialect):
         return {"type": "tool_use", "id": sent["id"], "name": sent["function"]["name"],
                 "input": as_object(sent["function"]["arguments"])}
 
-    def saying(self, block: JSON) -> str:
-        return written(block["input"])
-
-    def message(self, head: JSON) -> JSON:
-        return {"id": f"msg_{head['name']}", "type": "message", "role": "assistant", "model": head["model"],
-                "content": [], "stop_reason": None, "stop_sequence": None,
-                "usage": {"input_tokens": 0, "output_tokens": 0}}
-
     def reply(self, ask: Ask, completion: JSON) -> JSON:
         stop = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "stop_string": "stop_sequence"}
-        return self.message(completion) | {
-            "content": self.said(ask, completion, ""), "stop_reason": stop[completion["finish"]],
-            "stop_sequence": completion.get("stop_string"),
-            "usage": {"input_tokens": completion["usage"]["prompt"], "output_tokens": completion["usage"]["sampled"]}}
+        prompt, sampled = completion["usage"]["prompt"], completion["usage"]["sampled"]
+        return {"id": f"msg_{completion['name']}", "type": "message", "role": "assistant", "model": completion["model"],
+                "content": self.said(ask, completion, ""), "stop_reason": stop.get(completion["finish"]),
+                "stop_sequence": completion.get("stop_string"),
+                "usage": {"input_tokens": prompt, "output_tokens": sampled}}
 
     def error(self, error: ApiError) -> JSON:
         message = error.message
