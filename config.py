@@ -7,6 +7,7 @@ is its `--help`. Names say what is counted: `groups_per_step`, `rollouts_per_gro
 """
 
 import dataclasses
+import functools
 import hashlib
 import hmac
 import os
@@ -64,8 +65,9 @@ class Config:
     on_failure: Literal["zero", "drop"] = "zero"
     """What a rollout counts whose harness or verifier failed or ran out of time: reward 0, or nothing."""
     history: Literal["exact", "tokens", "messages"] = "tokens"
-    """Where sampled ids take the place of the rendered ones in later prompts of a rollout. exact: nowhere. tokens: where
-    both are the same text. messages: also where the harness sent our message back unchanged and the template rewrote it."""
+    """Where sampled ids take the place of the rendered ones in later prompts of a rollout. exact: nowhere. tokens:
+    where both are the same text. messages: also where the harness sent our message back unchanged and the template
+    rewrote it."""
 
     # --- sampling
     temperature: float = 1.0
@@ -227,6 +229,7 @@ def read_secret(path: Path) -> str:
     return path.read_text().strip()
 
 
+@functools.lru_cache(4096)
 def make_key(secret: str, scope: str, rollout: str = "", attempt: int = 0) -> str:
     """The API key of (scope, rollout, attempt): who calls, with an HMAC. Scopes: admin, agent, verifier."""
     name = f"{scope}-{rollout}-{attempt}"

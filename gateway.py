@@ -38,6 +38,7 @@ from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -77,7 +78,7 @@ CREATE TABLE IF NOT EXISTS rollouts(id TEXT PRIMARY KEY, "group" TEXT, "index" I
 CREATE INDEX IF NOT EXISTS rollouts_status ON rollouts(status);
 CREATE TABLE IF NOT EXISTS turns(rollout TEXT, attempt INT, "index" INT, status TEXT, error TEXT, name TEXT,
     digest BLOB, dialect TEXT, fork TEXT, parent INT, shared INT, prompt INT, finish_reason TEXT, stop_string TEXT,
-    head BLOB, request BLOB, reply BLOB, started_at REAL, finished_at REAL, versions BLOB, ids BLOB, logprobs BLOB,
+    opening BLOB, request BLOB, reply BLOB, started_at REAL, finished_at REAL, versions BLOB, ids BLOB, logprobs BLOB,
     PRIMARY KEY(rollout, attempt, "index"));
 CREATE INDEX IF NOT EXISTS turns_digest ON turns(digest);
 CREATE TABLE IF NOT EXISTS messages(hash BLOB PRIMARY KEY, before BLOB, data BLOB);
@@ -104,9 +105,9 @@ class GatewaySettings:
     keepalive: float = 15.0  # Seconds of silence after which a waiting client gets an empty event, or white space.
     grace: float = 30.0  # Seconds for which a call whose client has left goes on.
     history: Literal["exact", "tokens", "messages"] = "tokens"
-    """Where sampled ids take the place of the rendered ones in a prompt. exact: nowhere. tokens: where both are the same
-    text. messages: also where the harness sent our message back unchanged and the template rewrote it (took out the
-    thinking, say)."""
+    """Where sampled ids take the place of the rendered ones in a prompt. exact: nowhere. tokens: where both are the
+    same text. messages: also where the harness sent our message back unchanged and the template rewrote it (took out
+    the thinking, say)."""
     tokenizer: str = ""  # The model's directory (with tokenizer.json) or hub name. Empty: what the engine calls `root`.
     die_with_parent: bool = False  # End when the process that started this one ends.
 
@@ -183,12 +184,12 @@ def address(before: bytes, message: JSON) -> bytes:
 
 
 def common_ids(a: bytes, b: bytes) -> int:
-    """Number of leading int32 ids that two sequences share: they end before the lowest bit that differs."""
-    size = min(len(a), len(b))
-    if a[:size] == b[:size]:
-        return size // 4
-    differing = int.from_bytes(a[:size], "little") ^ int.from_bytes(b[:size], "little")
-    return ((differing & -differing).bit_length() - 1) // 32
+    """Number of leading int32 ids that two sequences share."""
+    same, differ = 0, min(len(a), len(b)) + 1
+    while differ - same > 1:
+        middle = (same + differ) // 2
+        same, differ = (middle, differ) if a[same:middle] == b[same:middle] else (same, middle)
+    return same // 4
 
 
 class Vocabulary:
@@ -254,11 +255,11 @@ class Attempt:
 
     def __init__(self) -> None:
         self.branches: dict[int, tuple[bytes, dict[int, int]]] = {}  # ids, {end: turn}
-        self.replies: dict[bytes, int] = {}  # the address of a reply -> its turn
-        self.heads: set[bytes] = set()  # addresses of first messages
+        self.replies: dict[bytes | None, int] = {}  # the address of a reply -> its turn
+        self.openings: set[bytes] = set()  # addresses of first messages
         self.failed: Counter[bytes] = Counter()  # requests that got an error and nothing sampled
 
-    def add(self, turn: int, ids: bytes, reply: bytes | None, head: bytes | None) -> tuple[int, int, bool]:
+    def add(self, turn: int, ids: bytes, reply: bytes | None, opening: bytes) -> tuple[int, int, bool]:
         """-> the turn with the longest common beginning, its length in ids, and whether it is all of that turn's."""
         common = ((common_ids(known, ids), at) for at, (known, _) in self.branches.items())
         shared, whole, parent = max(((same, 4 * same == len(self.branches[at][0]), at) for same, at in common),
@@ -269,15 +270,11 @@ class Attempt:
         elif len(self.branches) >= MAX_BRANCHES:
             del self.branches[next(iter(self.branches))]
         self.branches[turn] = ids, {end: at for end, at in ends.items() if end <= shared} | {len(ids) // 4: turn}
-        self.heads |= {head} - {None}
-        self.said(turn, reply)
+        self.openings.add(opening)
+        self.replies[reply] = turn
         return parent, shared, whole
 
-    def said(self, turn: int, reply: bytes | None) -> None:
-        if reply:
-            self.replies[reply] = turn
-
-    def splice(self, prompt: list[int], addresses: list[bytes], head: bytes, mode: str,
+    def splice(self, prompt: list[int], addresses: list[bytes], opening: bytes, mode: str,
                spelling: Spelling | None) -> tuple[list[int], str | None]:
         """The prompt, with sampled ids where `mode` allows; and why it continues no earlier turn to its end."""
         packed, inside, best, drift = array("i", prompt).tobytes(), False, (0, 0, 0), False
@@ -308,7 +305,7 @@ class Attempt:
         if 4 * end == len(known) or not self.branches:
             return prompt, None
         return prompt, ("drift" if drift else "template" if template else "branch" if end or inside
-                        else "compaction" if head in self.heads else "new_conversation")
+                        else "compaction" if opening in self.openings else "new_conversation")
 
 
 @dataclass(eq=False)
@@ -316,7 +313,7 @@ class Call:
     """One model call and all that is known of its tokens."""
 
     owner: tuple[str, int]  # rollout, attempt
-    dialect: Dialect
+    path: str  # the route, which is the dialect
     ask: Ask
     digest: bytes  # of the request
     name: str
@@ -326,6 +323,7 @@ class Call:
     model: str = ""  # the engine's name for it
     messages: list[JSON] = field(default_factory=list)  # with the tools at their head
     addresses: list[bytes] = field(default_factory=list)  # of the conversation after each message
+    opening: bytes = b""  # of its first message
     prompt_ids: list[int] = field(default_factory=list)
     fork: str | None = None
     ids: list[int] = field(default_factory=list)
@@ -344,15 +342,26 @@ class Call:
     task: "asyncio.Task[JSON]" = field(init=False)
 
     @property
+    def dialect(self) -> Dialect:
+        return DIALECTS[self.path]
+
+    @property
     def chat(self) -> JSON:
         """What of the request the engine gets."""
-        return {"messages": self.ask.messages, **({"tools": self.ask.tools} if self.ask.tools else {}), **self.ask.extra,
-                "max_tokens": 1}
+        tools = {"tools": self.ask.tools} if self.ask.tools else {}
+        return {"model": self.model, "messages": self.ask.messages, **tools, **self.ask.extra, "max_tokens": 1}
 
     @property
     def head(self) -> JSON:
         """What a reply and each event of its stream begin with."""
-        return {"name": self.name, "created": int(self.started_at), "model": str(self.ask.body.get("model") or "policy")}
+        model = str(self.ask.body.get("model") or "policy")
+        return {"name": self.name, "created": int(self.started_at), "model": model}
+
+    def address(self) -> None:
+        """Sets the addresses of the conversation after each of its messages; its tools are the first one."""
+        self.messages = ([{"tools": self.ask.tools}] if self.ask.tools else []) + self.ask.messages
+        self.addresses = list(accumulate(self.messages, address, initial=b""))[1:]
+        self.opening = self.addresses[min(len(self.addresses) - 1, bool(self.ask.tools))] if self.addresses else b""
 
     def completion(self) -> JSON:
         """The reply before it is put in a dialect. Tool calls that were cut off by the length are no finished ones."""
@@ -717,8 +726,8 @@ class Gateway:
     # ---- conversations and turns
 
     def remember(self, messages: list[Any], addresses: list[bytes], before: bytes = b"") -> None:
-        """Stores a conversation, which goes on from `before`. Each message is kept once, however many turns and rollouts
-        begin with the same ones."""
+        """Stores a conversation, which goes on from `before`. Each message is kept once, however many turns and
+        rollouts begin with the same ones."""
         new, known = len(messages), "SELECT 1 FROM messages WHERE hash = ?"
         while new and not self.db.execute(known, (addresses[new - 1],)).fetchone():
             new -= 1
@@ -746,7 +755,7 @@ class Gateway:
 
     async def turns(self, row: sqlite3.Row, /, after: Int = -1, limit: Limit = 100, messages: bool = True) -> JSON:
         """`messages=0` leaves out what assembling rows does not need."""
-        page, seen = [], {}
+        page, seen, plain = [], {}, ("index", "finish_reason", "status", "error", "fork", "dialect")
         for turn, ids in self.sequences(row["id"], row["attempts"], after + limit):
             if turn["index"] <= after:
                 continue
@@ -755,7 +764,7 @@ class Gateway:
                          "logprobs": None if turn["logprobs"] is None else array("d", turn["logprobs"]).tolist(),
                          "versions": orjson.loads(zlib.decompress(turn["versions"])),
                          "delivered": turn["status"] in ("ok", "delivered"),
-                         **{key: turn[key] for key in ("index", "finish_reason", "status", "error", "fork", "dialect")}})
+                         **{key: turn[key] for key in plain}})
             if messages:
                 said, reply = self.recall(turn["request"], seen), self.recall(turn["reply"], seen)
                 tools = said.pop(0)["tools"] if said and "tools" in said[0] and "role" not in said[0] else None
@@ -766,7 +775,7 @@ class Gateway:
         if owner not in self.attempts:
             attempt = Attempt()
             for turn, ids in self.sequences(*owner):
-                attempt.add(turn["index"], ids, turn["reply"], turn["head"])
+                attempt.add(turn["index"], ids, turn["reply"], turn["opening"])
             self.attempts[owner] = attempt
         return self.attempts[owner]
 
@@ -775,28 +784,28 @@ class Gateway:
         if not call.ids:
             return
         attempt = self.attempts.pop(call.owner, None) or self.attempt(call.owner)  # back again when the turn is durable
-        reply = [address(call.addresses[-1], call.message)] if call.message and call.addresses else []
-        head = call.addresses[min(len(call.addresses) - 1, bool(call.ask.tools))] if call.addresses else None
+        request = call.addresses[-1] if call.addresses else None
+        reply = address(request, call.message) if request and call.message else None
         ids, logged = array("i", call.prompt_ids + call.ids).tobytes(), 0
         with self.db:
             if call.turn:
                 index, parent, shared, logged = call.turn
-                attempt.said(index, *(reply or [None]))
+                attempt.replies[reply] = index
             else:
-                sql = "SELECT count(*) FROM turns WHERE rollout = ? AND attempt = ?"
-                index = self.db.execute(sql, call.owner).fetchone()[0]
-                parent, shared, whole = attempt.add(index, ids, *(reply or [None]), head)
+                index = self.rollout(call.owner[0])["turns"]
+                parent, shared, whole = attempt.add(index, ids, reply, call.opening)
                 call.fork = None if whole else call.fork or "branch"
                 if call.fork:
                     self.count(f"fork_{call.fork}")
             complete = len(call.logprobs) == len(call.ids) and None not in call.logprobs
             self.remember(call.messages, call.addresses)
-            self.remember([call.message], reply, call.addresses[-1]) if reply else None
+            if reply:
+                self.remember([call.message], [reply], request)
             self.put("turns", rollout=call.owner[0], attempt=call.owner[1], index=index, status=status, error=error,
-                     name=call.name, digest=call.digest, dialect=type(call.dialect).__name__.lower(), fork=call.fork, parent=parent,
-                     shared=shared, prompt=len(call.prompt_ids), finish_reason=call.finish,
-                     stop_string=call.stop_string, head=head, request=(call.addresses or [None])[-1],
-                     reply=(reply or [None])[0], started_at=call.started_at, finished_at=time.time(),
+                     name=call.name, digest=call.digest, dialect=call.path.removeprefix("/v1/"), fork=call.fork,
+                     parent=parent, shared=shared, prompt=len(call.prompt_ids), finish_reason=call.finish,
+                     stop_string=call.stop_string, opening=call.opening, request=request, reply=reply,
+                     started_at=call.started_at, finished_at=time.time(),
                      versions=packed(call.versions), ids=ids[4 * shared:],
                      logprobs=array("d", call.logprobs).tobytes() if complete else None)
             self.db.execute(
@@ -810,8 +819,8 @@ class Gateway:
     def set_status(self, call: Call, status: str, error: str | None = None) -> None:
         if call.turn:
             with self.db:
-                self.db.execute('UPDATE turns SET status = ?, error = ? WHERE rollout = ? AND attempt = ? AND "index" = ?',
-                                (status, error, *call.owner, call.turn[0]))
+                sql = 'UPDATE turns SET status = ?, error = ? WHERE rollout = ? AND attempt = ? AND "index" = ?'
+                self.db.execute(sql, (status, error, *call.owner, call.turn[0]))
 
     # ---- model calls
 
@@ -823,18 +832,17 @@ class Gateway:
 
     async def count_tokens(self, request: Request, data: bytes) -> Response:
         self.identify(request, "agent")
-        ask = DIALECTS["/v1/messages"].ask(parse_json(data))
-        call = Call(("", 0), DIALECTS["/v1/messages"], ask, b"", "", {}, 1, 1)
+        call = Call(("", 0), "/v1/messages", DIALECTS["/v1/messages"].ask(parse_json(data)), b"", "", {}, 1, 1)
         return answer({"input_tokens": len((await self.rendered(call))["token_ids"])})
 
     async def call(self, request: Request, data: bytes) -> Callable[..., Awaitable[None]]:
         path, retry = request.url.path, request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
         owner = self.identify(request, "agent")[1:]  # again: the attempt may have ended while its body came
-        dialect, row, digest = DIALECTS[path], self.rollout(owner[0]), hashlib.blake2b(path.encode() + data).digest()
-        ask, group = dialect.ask(parse_json(data)), orjson.loads(row["body"])
+        row, digest = self.rollout(owner[0]), hashlib.blake2b(path.encode() + data, digest_size=16).digest()
+        ask, group = DIALECTS[path].ask(parse_json(data)), orjson.loads(row["body"])
         sampling, room = group["sampling"], group["context_limit"] or 2**31
         limits = [ask.max_tokens, sampling.pop("max_tokens"), room]
-        call = Call(owner, dialect, ask, digest, f"{row['id']}-{row['attempts']}-{row['calls']}", sampling,
+        call = Call(owner, path, ask, digest, f"{row['id']}-{row['attempts']}-{row['calls']}", sampling,
                     min(filter(None, limits)), room)
         earlier = self.earlier(call, retry)
         if isinstance(earlier, Call):
@@ -860,12 +868,14 @@ class Gateway:
         """The open call, or the logged turn, that this request repeats: one whose client is gone and which nothing
         continues; or any, if the request says that it is a retry. Otherwise equal requests are separate samples."""
         open_calls = [other for other in self.calls.get(call.owner, ()) if other.digest == call.digest]
+        taken = {other.turn[0] for other in open_calls if other.turn}
         rows = [row for row in self.db.execute(
-            'SELECT * FROM turns AS turn WHERE digest = ? AND rollout = ? AND attempt = ? AND NOT EXISTS (SELECT 1 FROM '
-            'turns AS later WHERE later.rollout = turn.rollout AND later.attempt = turn.attempt AND later.parent = '
-            'turn."index" AND later.shared > turn.prompt) ORDER BY "index" DESC', (call.digest, *call.owner)).fetchall()
-            if all(other.turn is None or other.turn[0] != row["index"] for other in open_calls)]
-        gone = [other for other in open_calls if not other.readers] + [row for row in rows if row["status"] != "delivered"]
+            'SELECT * FROM turns AS turn WHERE digest = ? AND rollout = ? AND attempt = ? AND NOT EXISTS (SELECT 1 '
+            'FROM turns AS later WHERE later.rollout = turn.rollout AND later.attempt = turn.attempt AND '
+            'later.parent = turn."index" AND later.shared > turn.prompt) ORDER BY "index" DESC',
+            (call.digest, *call.owner)).fetchall() if row["index"] not in taken]
+        gone: list[Any] = [other for other in open_calls if not other.readers]
+        gone += [row for row in rows if row["status"] != "delivered"]
         if gone or not retry:
             return gone[0] if gone else None
         failed = self.attempt(call.owner).failed
@@ -876,11 +886,13 @@ class Gateway:
 
     def restore(self, call: Call, row: sqlite3.Row) -> None:
         """What the log has of a turn, to be replied again, or to go on."""
-        ids = next(ids for turn, ids in self.sequences(*call.owner, row["index"]) if turn["index"] == row["index"])
-        call.name, call.started_at, call.finish, call.fork = row["name"], row["started_at"], row["finish_reason"], row["fork"]
-        call.prompt_ids, call.ids = (array("i", part).tolist() for part in (ids[:4 * row["prompt"]], ids[4 * row["prompt"]:]))
+        *_, (_, packed_ids) = self.sequences(*call.owner, row["index"])
+        ids = array("i", packed_ids).tolist()
+        call.name, call.started_at, call.finish = row["name"], row["started_at"], row["finish_reason"]
+        call.prompt_ids, call.ids = ids[: row["prompt"]], ids[row["prompt"]:]
         call.logprobs = array("d", row["logprobs"] or b"").tolist()
         call.versions, call.stop_string = orjson.loads(zlib.decompress(row["versions"])), row["stop_string"]
+        call.fork = row["fork"]
         call.message = self.recall(row["reply"], {})[-1] if row["reply"] else None
         call.turn = row["index"], row["parent"], row["shared"], len(call.ids)
         self.count("replayed" if row["reply"] else "continued")
@@ -917,7 +929,7 @@ class Gateway:
         if not self.vocabulary and Path(str(card.get("root")), "tokenizer.json").is_file():
             self.vocabulary = Vocabulary(card["root"])
         if (prompt := call.ask.prompt) is None:
-            return await self.engine.ask("/v1/chat/completions/render", {**call.chat, "model": call.model})
+            return await self.engine.ask("/v1/chat/completions/render", call.chat)
         return {"token_ids": self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else prompt}
 
     @property
@@ -927,15 +939,12 @@ class Gateway:
         return self.vocabulary.tokenizer
 
     async def render(self, call: Call) -> None:
+        call.address()
         rendered, card = await self.rendered(call), await self.engine.card()
-        call.messages = ([{"tools": call.ask.tools}] if call.ask.tools else []) + call.ask.messages
-        for message in call.messages:
-            call.addresses.append(address(call.addresses[-1] if call.addresses else b"", message))
         if not call.turn:
             spelling = self.vocabulary.spelling if self.vocabulary else None
-            head = call.addresses[min(len(call.addresses) - 1, bool(call.ask.tools))] if call.addresses else b""
             call.prompt_ids, call.fork = self.attempt(call.owner).splice(
-                rendered["token_ids"], call.addresses, head, self.settings.history, spelling)
+                rendered["token_ids"], call.addresses, call.opening, self.settings.history, spelling)
         limit = min(call.room, card.get("max_model_len") or 2**31)
         call.room = limit - len(call.prompt_ids)
         if call.room < 1:
@@ -972,7 +981,7 @@ class Gateway:
             reply = await self.engine.ask("/v1/chat/completions/derender", {
                 "model": call.model, "generate_response": {"request_id": call.name, "choices": [choice]},
                 "prompt_tokens": len(call.prompt_ids), "prompt_token_ids": call.prompt_ids,
-                "chat_request": {**call.chat, "model": call.model}}, gated=False)
+                "chat_request": call.chat}, gated=False)
             message = reply["choices"][0]["message"]
         else:
             message = {}
@@ -1051,8 +1060,8 @@ class Gateway:
                     await write(stream.ping() if stream else b" ")
             if not gone.done():
                 try:
-                    status, completion = 200, call.task.result()
-                    body = stream.finish(completion) if stream else orjson.dumps(call.dialect.reply(call.ask, completion))
+                    status, done = 200, call.task.result()
+                    body = stream.finish(done) if stream else orjson.dumps(call.dialect.reply(call.ask, done))
                 except (Exception, asyncio.CancelledError) as error:
                     failure = as_api_error(error)
                     if begun and not stream:
@@ -1068,7 +1077,7 @@ class Gateway:
             self.leave(call, status == 200)
             if stream and stream.mismatch:
                 self.count("stream_mismatch")
-            log("call", name=call.name, dialect=type(call.dialect).__name__.lower(), turn=call.turn and call.turn[0], status=status,
+            log("call", path=call.path, name=call.name, turn=call.turn and call.turn[0], status=status,
                 prompt=len(call.prompt_ids), sampled=len(call.ids), finish=call.finish,
                 ms=round(1000 * (time.time() - call.started_at), 1))
 
@@ -1084,6 +1093,8 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, ValidationError):
         problems = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()[:5]]
         return ApiError(400, "; ".join(problems), "invalid_value")
+    if isinstance(error, orjson.JSONEncodeError):  # deeper nesting can be read than written
+        return ApiError(400, f"this is not a valid JSON object for us: {error}", "invalid_json")
     if isinstance(error, asyncio.CancelledError | ClientDisconnect):
         return ApiError(401, "this call was ended: its client left, or its attempt is over", "aborted")
     log("internal_error", error="".join(traceback.format_exception(error)))
@@ -1103,9 +1114,7 @@ async def read(request: Request, limit: int) -> bytes:
 
 def parse_json(data: bytes) -> JSON:
     try:
-        body = {**orjson.loads(data)}
-        orjson.dumps(body)  # deeper nesting can be read than written
-        return body
+        return {**orjson.loads(data)}
     except (ValueError, TypeError) as error:
         raise ApiError(400, f"the body is not a valid JSON object: {error}", "invalid_json") from None
 
@@ -1114,35 +1123,31 @@ def answer(content: Any, status: int = 200, headers: dict[str, str] | None = Non
     return Response(orjson.dumps(content), status, headers, "application/json")
 
 
+def make_route(g: Gateway, method: str, path: str, handler: Callable[..., Awaitable[Any]], scopes: str) -> Route:
+    """`handler` gets the path's rollout, or else the request, and what was sent as its signature asks. What it returns
+    is the answer; None: {"ok": true}."""
+    checked = validate_call(handler, config=CHECKS | {"strict": method == "POST"})
+    limit = MAX_EVENT if "verifier" in scopes else g.settings.max_body
+
+    async def endpoint(request: Request) -> Any:
+        started, rollout = time.monotonic(), request.path_params.get("id")
+        if scopes:
+            g.identify(request, scopes)
+        data = await read(request, limit) if method == "POST" else b""
+        if scopes == "agent" and method == "POST":  # a model call, in whatever dialect
+            return await handler(request, data)
+        sent = parse_json(data) if method == "POST" else dict(request.query_params)
+        result = await checked(g.rollout(rollout) if rollout else request, **sent)
+        g.db.commit()
+        if method == "POST":
+            log("request", path=request.url.path, status=200, ms=round(1000 * (time.monotonic() - started), 1))
+        return result if isinstance(result, Response) else answer(result or {"ok": True})
+    return Route(path, endpoint, methods=[method])
+
+
 def create_app(settings: GatewaySettings) -> Starlette:
     settings.run_dir.mkdir(parents=True, exist_ok=True)
     g = Gateway(settings)
-
-    def route(method: str, path: str, handler: Callable[..., Awaitable[Any]], scopes: str) -> Route:
-        """`handler` gets the path's rollout, or else the request, and what was sent as its signature asks. What it
-        returns is the answer; None: {"ok": true}."""
-        checked = validate_call(handler, config=CHECKS | {"strict": method == "POST"})
-        limit = MAX_EVENT if "verifier" in scopes else settings.max_body
-
-        async def endpoint(request: Request) -> Any:
-            started, rollout = time.monotonic(), request.path_params.get("id")
-            if scopes:
-                g.identify(request, scopes)
-            sent = parse_json(await read(request, limit)) if method == "POST" else dict(request.query_params)
-            result = await checked(g.rollout(rollout) if rollout else request, **sent)
-            g.db.commit()
-            if isinstance(result, Response):
-                return result
-            if method == "POST":
-                log("request", path=request.url.path, status=200, ms=round(1000 * (time.monotonic() - started), 1))
-            return answer(result or {"ok": True})
-        return Route(path, endpoint, methods=[method])
-
-    def model_route(path: str, handler: Callable[..., Awaitable[Any]]) -> Route:
-        async def endpoint(request: Request) -> Any:
-            g.identify(request, "agent")
-            return await handler(request, await read(request, settings.max_body))
-        return Route(path, endpoint, methods=["POST"])
 
     async def failed(request: Request, error: Exception) -> Response:
         g.db.rollback()
@@ -1165,22 +1170,22 @@ def create_app(settings: GatewaySettings) -> Starlette:
             await asyncio.gather(*tasks, return_exceptions=True)
         g.db.close()
 
-    both = "admin verifier"
-    routes = [
-        *(model_route(path, g.call) for path in DIALECTS), model_route("/v1/messages/count_tokens", g.count_tokens),
-        route("GET", "/v1/models", g.models, "agent"), route("GET", "/metrics", g.metrics, "admin"),
-        route("POST", "/rollouts", g.create, "admin"), route("GET", "/rollouts", g.select, "admin"),
-        route("POST", "/claim", g.claim, "admin"), route("POST", "/adopt", g.adopt, "admin"),
-        route("POST", "/rollouts/{id}/agent_done", g.agent_done, "admin"),
-        route("POST", "/rollouts/{id}/report", g.report, "admin"), route("GET", "/finished", g.finished, "admin"),
-        route("GET", "/rollouts/{id}", g.get, both), route("GET", "/rollouts/{id}/turns", g.turns, both),
-        route("POST", "/rollouts/{id}/reward", g.reward, both), route("POST", "/rollouts/{id}/events", g.events, both),
-        route("POST", "/pause", g.pause, "admin"), route("POST", "/lease", g.lease, "admin"),
-        route("POST", "/resume", g.resume, "admin"), route("POST", "/steps", g.steps, "admin"),
-        route("GET", "/state", g.state, "admin"), route("GET", "/health", g.health, ""),
-        route("GET", "/", g.health, "")]
+    table = [*(("POST", path, g.call, "agent") for path in DIALECTS),
+             ("POST", "/v1/messages/count_tokens", g.count_tokens, "agent"), ("GET", "/v1/models", g.models, "agent"),
+             ("POST", "/rollouts", g.create, "admin"), ("GET", "/rollouts", g.select, "admin"),
+             ("POST", "/claim", g.claim, "admin"), ("POST", "/adopt", g.adopt, "admin"),
+             ("POST", "/rollouts/{id}/agent_done", g.agent_done, "admin"),
+             ("POST", "/rollouts/{id}/report", g.report, "admin"), ("GET", "/finished", g.finished, "admin"),
+             ("GET", "/rollouts/{id}", g.get, "admin verifier"),
+             ("GET", "/rollouts/{id}/turns", g.turns, "admin verifier"),
+             ("POST", "/rollouts/{id}/reward", g.reward, "admin verifier"),
+             ("POST", "/rollouts/{id}/events", g.events, "admin verifier"), ("POST", "/pause", g.pause, "admin"),
+             ("POST", "/lease", g.lease, "admin"), ("POST", "/resume", g.resume, "admin"),
+             ("POST", "/steps", g.steps, "admin"), ("GET", "/state", g.state, "admin"),
+             ("GET", "/metrics", g.metrics, "admin"), ("GET", "/health", g.health, ""), ("GET", "/", g.health, "")]
     kinds = (ApiError, HTTPException, ValidationError, sqlite3.Error, ClientDisconnect, Exception)
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=dict.fromkeys(kinds, failed))
+    return Starlette(routes=[make_route(g, *route) for route in table], lifespan=lifespan,
+                     exception_handlers=dict.fromkeys(kinds, failed))
 
 
 def main(settings: GatewaySettings) -> None:
@@ -1194,7 +1199,8 @@ def main(settings: GatewaySettings) -> None:
               f"{settings.run_dir} (does another gateway use this run?): {error}", file=sys.stderr)
         raise SystemExit(2) from None
     config = uvicorn.Config(app, loop="uvloop", http="httptools", log_level="critical", access_log=False,
-                            timeout_keep_alive=75, timeout_graceful_shutdown=1, server_header=False, date_header=False)
+                            timeout_keep_alive=75, timeout_graceful_shutdown=1, server_header=False, date_header=False,
+                            proxy_headers=False)
     log("listening", url=f"http://{settings.host}:{listener.getsockname()[1]}", run_dir=str(settings.run_dir))
     uvicorn.Server(config).run(sockets=[listener])
 

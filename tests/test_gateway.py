@@ -436,10 +436,10 @@ def test_empty_and_null_content_are_one_row(server: Server, engine: ScriptedEngi
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ({"messages": [{"role": "user", "content": "x"}], "n": 2}, "n must be 1"),
+        ({"messages": [{"role": "user", "content": "x"}], "n": 2}, "send parallel requests"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "reads text, no images",
+            "image_url",
         ),
         ({"messages": []}, "no messages"),
         ({}, "no messages"),
@@ -457,7 +457,11 @@ def test_empty_and_null_content_are_one_row(server: Server, engine: ScriptedEngi
         (b"[1]", "JSON object"),
         (b"", "not a valid JSON object"),
         (b'{"a": NaN}', "not a valid JSON object"),
-        (b'{"messages":' + b"[" * 500 + b"]" * 500 + b"}", "not a valid JSON object"),
+        (b'{"messages":' + b"[" * 500 + b"]" * 500 + b"}", "must be an object"),
+        (
+            b'{"messages": [{"role": "user", "content": "x", "y": ' + b"[" * 500 + b"]" * 500 + b"}]}",
+            "not a valid JSON object",
+        ),
     ],
 )
 def test_bad_requests_are_clear(shared: Server, body: Any, says: str) -> None:
