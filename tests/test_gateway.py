@@ -459,7 +459,8 @@ def test_empty_and_null_content_are_one_row(server: Server, engine: ScriptedEngi
         (b'{"a": NaN}', "not a valid JSON object"),
         (b'{"messages":' + b"[" * 500 + b"]" * 500 + b"}", "must be an object"),
         (
-            b'{"messages": [{"role": "user", "content": "x", "y": ' + b"[" * 500 + b"]" * 500 + b"}]}",
+            b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": {"name": "f", '
+            b'"parameters": {"a": ' + b"[" * 500 + b"]" * 500 + b"}}}]}",
             "not a valid JSON object",
         ),
     ],
