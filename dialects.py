@@ -242,7 +242,7 @@ class Dialect:
         ask.overridden += ["reasoning_effort"] * (effort not in (None, *EFFORTS))
         ask.overridden += ["response_format"] * bool(grammar and grammar != {"type": "text"})
 
-    def said(self, ask: Ask, completion: JSON, status: str) -> list[JSON]:
+    def blocks(self, ask: Ask, completion: JSON, status: str) -> list[JSON]:
         """The blocks of a reply that has them."""
         name, message = completion["name"], completion["message"]
         said = [self.block(name, kind, message[kind], status) for kind in ("reasoning", "content") if message.get(kind)]
@@ -398,7 +398,7 @@ class BlockStream(Stream):
         final = self.dialect.reply(self.ask, completion)
         self.status = final.get("status")
         events = [self.close()]
-        for block in final[self.dialect.blocks]:
+        for block in final[self.dialect.key]:
             if "name" in block:  # a call
                 self.index, said = self.index + 1, block.get("arguments", block.get("input"))
                 said = said if isinstance(said, str) else written(said)
@@ -458,7 +458,7 @@ class ResponsesStream(BlockStream):
 
 
 class Responses(Dialect):
-    writer, limits, blocks = ResponsesStream, ("max_output_tokens",), "output"
+    writer, limits, key = ResponsesStream, ("max_output_tokens",), "output"
     refused = {"background": "stream the reply", "prompt": "send 'instructions' and 'input'"} | dict.fromkeys(
         ("previous_response_id", "conversation"), "nothing is stored, send the whole conversation as 'input'")
 
@@ -522,7 +522,7 @@ class Responses(Dialect):
         return {"id": f"resp_{name}", "object": "response", "created_at": completion["created"], "status": status,
                 "error": None, "incomplete_details": {"reason": "max_output_tokens"} if finish == "length" else None,
                 "instructions": body.get("instructions"), "metadata": {}, "model": completion["model"],
-                "output": self.said(ask, completion, status), "tool_choice": body.get("tool_choice") or "auto",
+                "output": self.blocks(ask, completion, status), "tool_choice": body.get("tool_choice") or "auto",
                 "tools": body.get("tools") or [], "parallel_tool_calls": body.get("parallel_tool_calls", True),
                 "usage": {"input_tokens": prompt, "output_tokens": sampled, "total_tokens": prompt + sampled,
                           "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
@@ -559,7 +559,7 @@ class MessagesStream(BlockStream):
 
 
 class Messages(Dialect):
-    writer, stops, blocks = MessagesStream, "stop_sequences", "content"
+    writer, stops, key = MessagesStream, "stop_sequences", "content"
 
     def read(self, ask: Ask, node: Node) -> None:
         if (system := node.text("system")).startswith("x-anthropic-billing-header"):  # differs in each request
@@ -607,7 +607,7 @@ class Messages(Dialect):
         stop = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "stop_string": "stop_sequence"}
         prompt, sampled = completion["usage"]["prompt"], completion["usage"]["sampled"]
         return {"id": f"msg_{completion['name']}", "type": "message", "role": "assistant", "model": completion["model"],
-                "content": self.said(ask, completion, ""), "stop_reason": stop.get(completion["finish"]),
+                "content": self.blocks(ask, completion, ""), "stop_reason": stop.get(completion["finish"]),
                 "stop_sequence": completion.get("stop_string"),
                 "usage": {"input_tokens": prompt, "output_tokens": sampled}}
 

@@ -164,6 +164,8 @@ def test_replies_and_events_are_valid_by_the_clients_own_types_and_end_as_they_m
             EVENT[path].validate_python(event, strict=True)
     cut = path == RESPONSES and done["finish"] == "length"
     last = "response.incomplete" if cut else LAST[path]
+    begun = [event["content_block"] for event in found if path == MESSAGES and event["type"] == "content_block_start"]
+    assert not any(block.get(key) for block in begun for key in ("text", "thinking", "signature", "input"))
     kinds = [event if isinstance(event, str) else event.get("type") for event in found]
     assert kinds[-1] == last and kinds.count(last) == 1
 
