@@ -158,6 +158,9 @@ def assemble(turns: list[Turn], max_tokens: int | None = None) -> tuple[list[Sam
     return [row for row in rows if any(row.mask)], counts
 
 
+NEAR = 32  # ids after the first that differs in which another text shows
+
+
 def continued(prompt: Sequence[int], known: Sequence[int], same: int, ends: Sequence[int],
               text: Mapping[int, str]) -> tuple[int, int]:
     """How far a prompt reads like a known sequence -> (end, position): `prompt[:position]` spells what `known[:end]`
@@ -169,17 +172,21 @@ def continued(prompt: Sequence[int], known: Sequence[int], same: int, ends: Sequ
 
         known    "he" "llo" <eot>, prompt "hel" "lo" <eot> "\n": end 3, position 3, and known + "\n" can be sent instead
     """
-    ours, theirs = [text[token] for token in known[same:]], [text[token] for token in prompt[same:]]
-    spelled, rendered = "".join(ours), "".join(theirs)
-    lengths, borders = list(accumulate(map(len, ours), initial=0)), list(accumulate(map(len, theirs), initial=0))
-    for end in sorted(ends, reverse=True):
-        if end <= same:
-            return end, end
+    later, near = sorted((end for end in ends if end > same), reverse=True), same + NEAR
+    ours, theirs = ("".join(text[token] for token in ids[same:near]) for ids in (known, prompt))
+    if later and later[-1] > near and not ours.startswith(theirs) and not theirs.startswith(ours):
+        later = []  # another text already: not worth to spell it all
+    if later:
+        pieces = [[text[token] for token in ids[same:]] for ids in (known, prompt)]
+        ours, theirs = map("".join, pieces)
+        lengths, borders = (list(accumulate(map(len, piece), initial=0)) for piece in pieces)
+    for end in later:
         length = lengths[end - same]
-        if rendered.startswith(spelled[:length]):
+        if theirs.startswith(ours[:length]):
             border = bisect_left(borders, length)
             return end, same + border if borders[border] == length else 0
-    return 0, 0
+    end = max((end for end in ends if end <= same), default=0)
+    return end, end
 
 
 def after_reply(prompt: Sequence[int], known: Sequence[int]) -> int | None:

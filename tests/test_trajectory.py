@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import trajectory
 from trajectory import Rollout, Sample, Turn, after_reply, assemble, continued
 
 P1, R1, R2, R3 = [1, 2, 3], [10, 11], [20, 21], [30]
@@ -367,8 +368,10 @@ def test_continued_worked_examples() -> None:
     assert continued([1, 4], [3], 0, [1], SPELLING) == (0, 0)
 
 
+@pytest.mark.parametrize("near", [1, 32])
 @given(pieces, pieces, st.sets(st.integers(0, 12)))
-def test_continued_is_the_longest_end_with_the_same_text(prompt: list[int], known: list[int], marks: set[int]) -> None:
+def test_continued_is_the_longest_end_with_the_same_text(near: int, prompt: Any, known: Any, marks: set[int]) -> None:
+    trajectory.NEAR = near
     ends = sorted(end for end in marks if 0 < end <= len(known))
     same = next((i for i, (a, b) in enumerate(zip(prompt, known)) if a != b), min(len(prompt), len(known)))
     end, position = continued(prompt, known, same, ends, SPELLING)
