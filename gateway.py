@@ -165,6 +165,10 @@ def log(event: str, **fields: Any) -> None:
         os.write(2, orjson.dumps({"at": round(time.time(), 3), "event": event, **fields}) + b"\n")
 
 
+def unpacked(ids: bytes) -> list[int]:
+    return array("i", ids).tolist()
+
+
 def packed(data: Any) -> bytes:
     return zlib.compress(orjson.dumps(data), 1)
 
@@ -258,6 +262,7 @@ class Attempt:
         self.replies: dict[bytes | None, int] = {}  # the address of a reply -> its turn
         self.openings: set[bytes] = set()  # addresses of first messages
         self.failed: Counter[bytes] = Counter()  # requests that got an error and nothing sampled
+        self.calls = 0
 
     def add(self, turn: int, ids: bytes, reply: bytes | None, opening: bytes) -> tuple[int, int, bool]:
         """-> the turn with the longest common beginning, its length in ids, and whether it is all of that turn's."""
@@ -274,18 +279,18 @@ class Attempt:
         self.replies[reply] = turn
         return parent, shared, whole
 
-    def splice(self, prompt: list[int], addresses: list[bytes], opening: bytes, mode: str,
-               spelling: Spelling | None) -> tuple[list[int], str | None]:
+    def splice(self, prompt: bytes, addresses: list[bytes], opening: bytes, mode: str,
+               spelling: Spelling | None) -> tuple[bytes, str | None]:
         """The prompt, with sampled ids where `mode` allows; and why it continues no earlier turn to its end."""
-        packed, inside, best, drift = array("i", prompt).tobytes(), False, (0, 0, 0), False
+        inside, best, drift, ids = False, (0, 0, 0), False, array("i", prompt)
         for turn, (known, ends) in self.branches.items():
-            same = common_ids(known, packed)
+            same = common_ids(known, prompt)
             if 4 * same == len(known):
                 return prompt, None
-            inside |= same == len(prompt)
+            inside |= same == len(ids)
             best = max([best, *((end, end, turn) for end in ends if end <= same)])
             if spelling and same:
-                end, position = continued(prompt, array("i", known), same, list(ends), spelling)
+                end, position = continued(ids, array("i", known), same, ends, spelling)
                 if end > best[0] and position and mode != "exact":
                     best, drift = (end, position, turn), False
                 elif end > best[0]:
@@ -297,11 +302,11 @@ class Attempt:
                 if at == echoed and end <= best[0]:
                     template = False
                 elif at == echoed and mode == "messages":
-                    if position := after_reply(prompt, array("i", known[:4 * end]).tolist()):
+                    if position := after_reply(ids.tolist(), unpacked(known[:4 * end])):
                         best, template, drift = (end, position, turn), False, False
         end, position, turn = best
         known, _ = self.branches.get(turn, (b"", {}))
-        prompt = array("i", known[:4 * end]).tolist() + prompt[position:]
+        prompt = known[:4 * end] + prompt[4 * position:]
         if 4 * end == len(known) or not self.branches:
             return prompt, None
         return prompt, ("drift" if drift else "template" if template else "branch" if end or inside
@@ -324,7 +329,7 @@ class Call:
     messages: list[JSON] = field(default_factory=list)  # with the tools at their head
     addresses: list[bytes] = field(default_factory=list)  # of the conversation after each message
     opening: bytes = b""  # of its first message
-    prompt_ids: list[int] = field(default_factory=list)
+    prompt: bytes = b""  # its ids, each an int32
     fork: str | None = None
     ids: list[int] = field(default_factory=list)
     logprobs: list[float | None] = field(default_factory=list)
@@ -337,9 +342,14 @@ class Call:
     channel: str = ""  # what plain text is, content or reasoning; "": unknown before the end
     started_at: float = field(default_factory=time.time)
     turn: tuple[int, int, int, int] | None = None  # logged: its index, parent, shared ids, sampled tokens
+    news: list[str] = field(default_factory=list)  # what is still to be counted
     readers: set[asyncio.Event] = field(default_factory=set)
     delivered: bool = False
     task: "asyncio.Task[JSON]" = field(init=False)
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return unpacked(self.prompt)
 
     @property
     def dialect(self) -> Dialect:
@@ -368,7 +378,7 @@ class Call:
         called = self.finish == "stop" and (self.message or {}).get("tool_calls")
         finish = "stop_string" if self.stop_string else "tool_calls" if called else self.finish
         return {**self.head, "message": self.message, "finish": finish, "stop_string": self.stop_string,
-                "usage": {"prompt": len(self.prompt_ids), "sampled": len(self.ids)}}
+                "usage": {"prompt": len(self.prompt) // 4, "sampled": len(self.ids)}}
 
     def notify(self) -> None:
         for wake in self.readers:
@@ -759,8 +769,8 @@ class Gateway:
         for turn, ids in self.sequences(row["id"], row["attempts"], after + limit):
             if turn["index"] <= after:
                 continue
-            page.append({"prompt_ids": array("i", ids[: 4 * turn["prompt"]]).tolist(),
-                         "response_ids": array("i", ids[4 * turn["prompt"] :]).tolist(),
+            page.append({"prompt_ids": unpacked(ids[: 4 * turn["prompt"]]),
+                         "response_ids": unpacked(ids[4 * turn["prompt"] :]),
                          "logprobs": None if turn["logprobs"] is None else array("d", turn["logprobs"]).tolist(),
                          "versions": orjson.loads(zlib.decompress(turn["versions"])),
                          "delivered": turn["status"] in ("ok", "delivered"),
@@ -774,6 +784,7 @@ class Gateway:
     def attempt(self, owner: tuple[str, int]) -> Attempt:
         if owner not in self.attempts:
             attempt = Attempt()
+            attempt.calls = self.rollout(owner[0])["calls"]
             for turn, ids in self.sequences(*owner):
                 attempt.add(turn["index"], ids, turn["reply"], turn["opening"])
             self.attempts[owner] = attempt
@@ -786,7 +797,7 @@ class Gateway:
         attempt = self.attempts.pop(call.owner, None) or self.attempt(call.owner)  # back again when the turn is durable
         request = call.addresses[-1] if call.addresses else None
         reply = address(request, call.message) if request and call.message else None
-        ids, logged = array("i", call.prompt_ids + call.ids).tobytes(), 0
+        ids, logged = call.prompt + array("i", call.ids).tobytes(), 0
         with self.db:
             if call.turn:
                 index, parent, shared, logged = call.turn
@@ -803,7 +814,7 @@ class Gateway:
                 self.remember([call.message], [reply], request)
             self.put("turns", rollout=call.owner[0], attempt=call.owner[1], index=index, status=status, error=error,
                      name=call.name, digest=call.digest, dialect=call.path.removeprefix("/v1/"), fork=call.fork,
-                     parent=parent, shared=shared, prompt=len(call.prompt_ids), finish_reason=call.finish,
+                     parent=parent, shared=shared, prompt=len(call.prompt) // 4, finish_reason=call.finish,
                      stop_string=call.stop_string, opening=call.opening, request=request, reply=reply,
                      started_at=call.started_at, finished_at=time.time(),
                      versions=packed(call.versions), ids=ids[4 * shared:],
@@ -842,23 +853,22 @@ class Gateway:
         ask, group = DIALECTS[path].ask(parse_json(data)), orjson.loads(row["body"])
         sampling, room = group["sampling"], group["context_limit"] or 2**31
         limits = [ask.max_tokens, sampling.pop("max_tokens"), room]
-        call = Call(owner, path, ask, digest, f"{row['id']}-{row['attempts']}-{row['calls']}", sampling,
+        attempt = self.attempt(owner)
+        call = Call(owner, path, ask, digest, f"{row['id']}-{row['attempts']}-{attempt.calls}", sampling,
                     min(filter(None, limits)), room)
         earlier = self.earlier(call, retry)
         if isinstance(earlier, Call):
             return functools.partial(self.serve, earlier)
         if len(self.calls.get(owner, ())) >= self.settings.max_open_calls:
-            self.attempt(owner).failed[digest] += 1
+            attempt.failed[digest] += 1
             raise ApiError(429, f"{self.settings.max_open_calls} calls of {row['id']} are open, the most allowed",
                            "too_many_calls")
         if earlier:
             self.restore(call, earlier)
         else:
-            self.set(row["id"], calls=row["calls"] + 1)
+            attempt.calls += 1
             changed = [key for key in sampling if ask.sampling.get(key) not in (None, sampling[key])]
-            for key in [*changed, *ask.overridden]:
-                self.count(f"override_{key}")
-        self.db.commit()
+            call.news = [f"override_{key}" for key in [*changed, *ask.overridden]]
         self.calls.setdefault(owner, []).append(call)
         call.task = asyncio.create_task(self.run(call))
         call.task.add_done_callback(lambda _: self.ended(call))
@@ -886,16 +896,15 @@ class Gateway:
 
     def restore(self, call: Call, row: sqlite3.Row) -> None:
         """What the log has of a turn, to be replied again, or to go on."""
-        *_, (_, packed_ids) = self.sequences(*call.owner, row["index"])
-        ids = array("i", packed_ids).tolist()
+        *_, (_, ids) = self.sequences(*call.owner, row["index"])
         call.name, call.started_at, call.finish = row["name"], row["started_at"], row["finish_reason"]
-        call.prompt_ids, call.ids = ids[: row["prompt"]], ids[row["prompt"]:]
+        call.prompt, call.ids = ids[:4 * row["prompt"]], unpacked(ids[4 * row["prompt"]:])
         call.logprobs = array("d", row["logprobs"] or b"").tolist()
         call.versions, call.stop_string = orjson.loads(zlib.decompress(row["versions"])), row["stop_string"]
         call.fork = row["fork"]
         call.message = self.recall(row["reply"], {})[-1] if row["reply"] else None
         call.turn = row["index"], row["parent"], row["shared"], len(call.ids)
-        self.count("replayed" if row["reply"] else "continued")
+        call.news = ["replayed" if row["reply"] else "continued"]
 
     async def run(self, call: Call) -> JSON:
         """One call from request to logged turn. Cancelled when its client stays away or its attempt is over."""
@@ -905,8 +914,11 @@ class Gateway:
                 if not call.finish:
                     await self.engine.ask("/inference/v1/generate", call=call)
                 call.message = await self.parse(call, call.ids)
+                self.settle(call, "ok")
                 self.log_turn(call, "ok")
-            self.count("call_ok")
+            else:
+                self.settle(call, "ok")
+                self.db.commit()
             return call.completion()
         except (Exception, asyncio.CancelledError) as error:  # the boundary of one call
             failure = as_api_error(error)
@@ -914,8 +926,15 @@ class Gateway:
                 self.failed(call, failure)
             raise failure from None
 
+    def settle(self, call: Call, outcome: str) -> None:
+        """Counts what happened to a call."""
+        for name in [*call.news, f"call_{outcome}"]:
+            self.count(name)
+        call.news, calls = [], self.attempt(call.owner).calls
+        self.db.execute("UPDATE rollouts SET calls = ? WHERE id = ? AND attempts = ?", (calls, *call.owner))
+
     def failed(self, call: Call, failure: ApiError) -> None:
-        self.count(f"call_{failure.code or 'error'}")
+        self.settle(call, failure.code or "error")
         if failure.status >= 500:  # a harness that gives up now is lost, not failed
             self.set(call.owner[0], machinery=failure.message)
         if failure.code == "context_length_exceeded":
@@ -943,13 +962,14 @@ class Gateway:
         rendered, card = await self.rendered(call), await self.engine.card()
         if not call.turn:
             spelling = self.vocabulary.spelling if self.vocabulary else None
-            call.prompt_ids, call.fork = self.attempt(call.owner).splice(
-                rendered["token_ids"], call.addresses, call.opening, self.settings.history, spelling)
+            call.prompt, call.fork = self.attempt(call.owner).splice(
+                array("i", rendered["token_ids"]).tobytes(), call.addresses, call.opening, self.settings.history, spelling)
         limit = min(call.room, card.get("max_model_len") or 2**31)
-        call.room = limit - len(call.prompt_ids)
+        size = len(call.prompt) // 4
+        call.room = limit - size
         if call.room < 1:
             raise ApiError(400, f"This model's maximum context length is {limit} tokens, but the messages have "
-                                f"{len(call.prompt_ids)} tokens. Shorten them.", "context_length_exceeded")
+                                f"{size} tokens. Shorten them.", "context_length_exceeded")
         call.max_tokens = min(call.max_tokens, call.room)
         if stops := (rendered.get("sampling_params") or {}).get("stop_token_ids"):
             call.sampling["stop_token_ids"] = stops
@@ -962,7 +982,7 @@ class Gateway:
         reasoning. One try with a short text tells."""
         if call.ask.prompt is not None:
             return "content"
-        key = (*call.prompt_ids[-8:], bool(call.ask.tools))
+        key = call.prompt[-32:], bool(call.ask.tools)
         if key not in self.channels:
             ids = self.tokenizer.encode("x y", add_special_tokens=False).ids
             message, text = await self.parse(call, ids, probe=True), self.tokenizer.decode(ids)
@@ -980,7 +1000,7 @@ class Gateway:
             choice = {"index": 0, "token_ids": ids, "finish_reason": call.finish or "length", "logprobs": None}
             reply = await self.engine.ask("/v1/chat/completions/derender", {
                 "model": call.model, "generate_response": {"request_id": call.name, "choices": [choice]},
-                "prompt_tokens": len(call.prompt_ids), "prompt_token_ids": call.prompt_ids,
+                "prompt_tokens": len(call.prompt) // 4, "prompt_token_ids": call.prompt_ids,
                 "chat_request": call.chat}, gated=False)
             message = reply["choices"][0]["message"]
         else:
@@ -1078,7 +1098,7 @@ class Gateway:
             if stream and stream.mismatch:
                 self.count("stream_mismatch")
             log("call", path=call.path, name=call.name, turn=call.turn and call.turn[0], status=status,
-                prompt=len(call.prompt_ids), sampled=len(call.ids), finish=call.finish,
+                prompt=len(call.prompt) // 4, sampled=len(call.ids), finish=call.finish,
                 ms=round(1000 * (time.time() - call.started_at), 1))
 
 

@@ -22,7 +22,7 @@ functions: nobody waits for anybody.
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -158,10 +158,10 @@ def assemble(turns: list[Turn], max_tokens: int | None = None) -> tuple[list[Sam
     return [row for row in rows if any(row.mask)], counts
 
 
-NEAR = 32  # ids after the first that differs in which another text shows
+NEAR = 4  # ids after the first that differs in which another text shows
 
 
-def continued(prompt: Sequence[int], known: Sequence[int], same: int, ends: Sequence[int],
+def continued(prompt: Sequence[int], known: Sequence[int], same: int, ends: Iterable[int],
               text: Mapping[int, str]) -> tuple[int, int]:
     """How far a prompt reads like a known sequence -> (end, position): `prompt[:position]` spells what `known[:end]`
     does, for the last possible of the `ends`, where turns of `known` ended.

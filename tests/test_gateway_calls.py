@@ -6,6 +6,7 @@ import json
 import sqlite3
 import threading
 import time
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -256,7 +257,8 @@ def history(mode: str, prompt: list[int], messages: list[dict]) -> tuple[list[in
     now = []
     for message in messages:
         now.append(address(now[-1] if now else b"", message))
-    return attempt.splice(prompt, now, now[0] if now else b"", mode, SPELL)
+    packed, fork = attempt.splice(array("i", prompt).tobytes(), now, now[0] if now else b"", mode, SPELL)
+    return array("i", packed).tolist(), fork
 
 
 def test_history_takes_the_sampled_ids_where_the_mode_allows() -> None:

@@ -368,7 +368,7 @@ def test_continued_worked_examples() -> None:
     assert continued([1, 4], [3], 0, [1], SPELLING) == (0, 0)
 
 
-@pytest.mark.parametrize("near", [1, 32])
+@pytest.mark.parametrize("near", [1, 4])
 @given(pieces, pieces, st.sets(st.integers(0, 12)))
 def test_continued_is_the_longest_end_with_the_same_text(near: int, prompt: Any, known: Any, marks: set[int]) -> None:
     trajectory.NEAR = near
