@@ -7,7 +7,6 @@ is its `--help`. Names say what is counted: `groups_per_step`, `rollouts_per_gro
 """
 
 import dataclasses
-import functools
 import hashlib
 import hmac
 import os
@@ -229,7 +228,6 @@ def read_secret(path: Path) -> str:
     return path.read_text().strip()
 
 
-@functools.lru_cache(4096)
 def make_key(secret: str, scope: str, rollout: str = "", attempt: int = 0) -> str:
     """The API key of (scope, rollout, attempt): who calls, with an HMAC. Scopes: admin, agent, verifier."""
     name = f"{scope}-{rollout}-{attempt}"

@@ -253,7 +253,7 @@ def history(mode: str, prompt: list[int], messages: list[dict]) -> tuple[list[in
     """A prompt after one turn: [q <eot>] -> [he llo <eot>], the message "hello"."""
     attempt, addresses = Attempt(), [address(b"", FIRST)]
     reply = address(addresses[0], {"role": "assistant", "content": "hello", "reasoning": "hm", "tool_calls": []})
-    attempt.add(0, b"".join(i.to_bytes(4, "little") for i in [1, 2, 3, 4, 2]), reply, addresses[0])
+    attempt.add(0, b"".join(i.to_bytes(4, "little") for i in [1, 2, 3, 4, 2]), reply, addresses[0], b"")
     now = []
     for message in messages:
         now.append(address(now[-1] if now else b"", message))
