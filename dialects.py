@@ -565,6 +565,13 @@ class Messages(Dialect):
         if (system := node.text("system")).startswith("x-anthropic-billing-header"):  # differs in each request
             ask.overridden.append("billing_header")
             system = system.partition("\n")[2]
+        for tool in self.functions(ask, node.nodes("tools"), "custom", None):
+            about, schema = tool.of("description", str), tool.of("input_schema", dict)
+            made = function(tool.of("name", str, need=True), about, schema)
+            if tool.get("defer_loading"):  # not in the prompt until a tool_reference shows it there
+                ask.named[made["function"]["name"]] = made
+            else:
+                ask.tools.append(made)
         messages = [{"role": "system", "content": system}] * bool(system)
         for message in node.nodes("messages"):
             if message.get("role") not in ("user", "assistant", "system"):
@@ -573,9 +580,6 @@ class Messages(Dialect):
             blocks = message.nodes("content") if isinstance(said, list) else [Node({"type": "text", "text": said})]
             messages += in_turns([self.piece(ask, message["role"], block) for block in blocks], join=True)
         self.order(ask, messages)
-        for tool in self.functions(ask, node.nodes("tools"), "custom", None):
-            about, schema = tool.of("description", str), tool.of("input_schema", dict)
-            ask.tools.append(function(tool.of("name", str, need=True), about, schema))
         config, thinking = node.node("output_config"), node.node("thinking")
         ask.overridden += ["thinking_budget"] * bool(thinking.get("budget_tokens"))
         effort = "none" if thinking.get("type") == "disabled" else config.get("effort")
@@ -590,10 +594,19 @@ class Messages(Dialect):
             return assistant("", "", [called(identity, name, written(block.of("input", dict) or {}))])
         if kind != "tool_result":
             return {"role": role, "content": block.said()}
-        result, identity = block.text("content"), block.of("tool_use_id", str, need=True)
+        identity, parts = block.of("tool_use_id", str, need=True), block.get("content")
+        result = block.text("content") if not isinstance(parts, list) else joined(
+            *(self.shown(ask, part) for part in block.nodes("content")))
         if block.get("is_error") and "error" not in result.lower():  # chat has no flag for it; most harnesses say it
             result = f"Error: {result}"
         return {"role": "tool", "content": result, "tool_call_id": identity}
+
+    def shown(self, ask: Ask, part: Node) -> str:
+        """The text of a tool result's part. A tool_reference is the definition of a tool that was not shown so far."""
+        if part.get("type") != "tool_reference":
+            return part.said()
+        name = part.of("tool_name", str, need=True)
+        return written(ask.named.get(name) or {"tool_name": name})
 
     def block(self, name: str, kind: Kind, text: str, status: str) -> JSON:
         return {"type": "text", "text": text} if kind == "content" else {

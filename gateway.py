@@ -323,7 +323,7 @@ class Call:
     owner: tuple[str, int]  # rollout, attempt
     path: str  # the route, which is the dialect
     ask: Ask
-    digest: bytes  # of the request
+    digest: bytes  # of what is asked for
     name: str
     sampling: JSON
     max_tokens: int
@@ -857,8 +857,10 @@ class Gateway:
         path, retry = request.url.path, request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
         row = self.identify(request, "agent")  # again: the attempt may have ended while its body came
         assert row
-        owner, digest = (row["id"], row["attempts"]), hashlib.blake2b(path.encode() + data, digest_size=16).digest()
-        ask, group = DIALECTS[path].ask(parse_json(data)), orjson.loads(row["body"])
+        owner, ask = (row["id"], row["attempts"]), DIALECTS[path].ask(parse_json(data))
+        # Equal is what asks for the same: retries of Codex have other key orders, of Claude Code ask for no stream.
+        asked = {key: value for key, value in ask.body.items() if key not in ("stream", "stream_options")}
+        digest, group = address(path.encode(), asked), orjson.loads(row["body"])
         sampling, room = group["sampling"], group["context_limit"] or 2**31
         limits = [ask.max_tokens, sampling.pop("max_tokens"), room]
         attempt = self.attempt(owner)
@@ -866,7 +868,7 @@ class Gateway:
                     min(filter(None, limits)), room)
         earlier = self.earlier(call, retry)
         if isinstance(earlier, Call):
-            return functools.partial(self.serve, earlier)
+            return functools.partial(self.serve, earlier, ask)
         if len(self.calls.get(owner, ())) >= self.settings.max_open_calls:
             attempt.failed[digest] += 1
             raise ApiError(429, f"{self.settings.max_open_calls} calls of {row['id']} are open, the most allowed",
@@ -880,7 +882,7 @@ class Gateway:
         self.calls.setdefault(owner, []).append(call)
         call.task = asyncio.create_task(self.run(call))
         call.task.add_done_callback(lambda _: self.ended(call))
-        return functools.partial(self.serve, call)
+        return functools.partial(self.serve, call, ask)
 
     def earlier(self, call: Call, retry: bool) -> Call | sqlite3.Row | None:
         """The open call, or the logged turn, that this request repeats: one whose client is gone and which nothing
@@ -932,8 +934,10 @@ class Gateway:
             return call.completion()
         except (Exception, asyncio.CancelledError) as error:  # the boundary of one call
             failure = as_api_error(error)
-            with contextlib.suppress(sqlite3.Error):  # a full disk is what it may be about
+            try:
                 self.failed(call, failure)
+            except sqlite3.Error:  # a full disk is what it may be about
+                self.db.rollback()
             raise failure from None
 
     def settle(self, call: Call, outcome: str) -> None:
@@ -1057,9 +1061,10 @@ class Gateway:
         if not calls:
             self.calls.pop(call.owner, None)
 
-    async def serve(self, call: Call, scope: Any, receive: Callable[[], Any], send: Callable[[Any], Any]) -> None:
-        """Gives one client the reply of a call, or its error, as it comes. An ASGI application."""
-        stream = call.dialect.stream(call.ask, call.head) if call.ask.stream else None
+    async def serve(self, call: Call, ask: Ask, scope: Any, receive: Callable[[], Any],
+                    send: Callable[[Any], Any]) -> None:
+        """Gives one client the reply of a call, or its error, in its way and as it comes. An ASGI application."""
+        stream = call.dialect.stream(ask, call.head) if ask.stream else None
         wake, gone, begun, sent, status = asyncio.Event(), asyncio.ensure_future(receive()), False, 0, 499
         call.readers.add(wake)
         gone.add_done_callback(lambda _: wake.set())
@@ -1092,7 +1097,7 @@ class Gateway:
             if not gone.done():
                 try:
                     status, done = 200, call.task.result()
-                    body = stream.finish(done) if stream else orjson.dumps(call.dialect.reply(call.ask, done))
+                    body = stream.finish(done) if stream else orjson.dumps(call.dialect.reply(ask, done))
                 except (Exception, asyncio.CancelledError) as error:
                     failure = as_api_error(error)
                     if begun and not stream:

@@ -1,8 +1,10 @@
 """Calls that outlive their connection: retries that join, replay or continue, streams as they are sampled, stop strings,
 and prompts that take back the ids that were sampled. The engine is scripted (see test_gateway), the rest is real."""
 
+import asyncio
 import contextlib
 import json
+import resource
 import sqlite3
 import threading
 import time
@@ -11,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import httpx
 import openai
 import pytest
@@ -75,6 +78,15 @@ def test_who_comes_back_in_time_joins_the_call(server: Server, engine: ScriptedE
     (turn,) = server.turns("g.0")
     assert turn["response_ids"] == [5, 6, 7, 8, 9, 10, 11, EOS] and turn["status"] == "delivered"
     assert server.get("/rollouts/g.0")["calls"] == 1
+
+
+def test_a_retry_may_have_another_order_and_another_form(server: Server, engine: ScriptedEngine) -> None:
+    engine.length, engine.delay = 8, 0.05
+    (rollout,) = server.run("g")
+    leave(server, rollout["agent_key"], 0.2, stream=True, model="m", metadata={"a": 1, "b": 2})
+    body = b'{"metadata": {"b": 2, "a": 1}, "model": "m", "messages": [{"content": "hi", "role": "user"}]}'
+    reply = server.client(rollout["agent_key"]).post(CHAT, content=body)
+    assert reply.json()["choices"][0]["message"]["content"] == "5 6 7 8 9 10 11" and len(server.turns("g.0")) == 1
 
 
 def test_who_comes_back_late_continues_from_the_log(server: Server, engine: ScriptedEngine) -> None:
@@ -285,3 +297,139 @@ def test_history_takes_the_sampled_ids_where_the_mode_allows() -> None:
 def test_what_harnesses_send_back_means_the_same(other: dict, same: dict) -> None:
     assert address(b"", {"role": "assistant", **other}) == address(b"", {"role": "assistant", **same})
     assert address(b"", {"role": "assistant", **other}) != address(b"", {"role": "assistant", **same, "content": "x"})
+
+
+# ---- held
+
+
+ASKED = {CHAT: HI, "/v1/completions": {"prompt": [1007, 1008]}, "/v1/responses": {"input": "hi"},
+         "/v1/messages": {**HI, "max_tokens": 50}}
+PINGS = {CHAT: '"delta":{"content":""}', "/v1/completions": '"text":""', "/v1/responses": "event: response.in_progress",
+         "/v1/messages": "event: ping"}
+LAST = {CHAT: "[DONE]", "/v1/completions": "[DONE]", "/v1/responses": "event: response.completed",
+        "/v1/messages": "event: message_stop"}
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_held_calls_hear_something_in_their_dialect(tmp_path: Path, engine: ScriptedEngine, words: Path, path: str) -> None:
+    server = Server(tmp_path, f"http://127.0.0.1:{engine.port}", keepalive=0.1, tokenizer=str(words))
+    try:
+        (rollout,) = server.run("g")
+        replies: dict[bool, str] = {}
+        server.post("/pause", lease=60)
+
+        def post(stream: bool) -> None:
+            client = server.client(rollout["agent_key"])
+            client.timeout = 0.5  # an idle time-out that would end an unfed client
+            replies[stream] = client.post(path, json={**ASKED[path], "stream": stream}).text
+
+        threads = [threading.Thread(target=post, args=(stream,)) for stream in (False, True)]
+        for thread in threads:
+            thread.start()
+        time.sleep(1)
+        assert not replies and server.get("/state")["held"] == 2
+        server.post("/resume", version=1)
+        for thread in threads:
+            thread.join()
+        assert replies[True].count(PINGS[path]) >= 5 and replies[True].rstrip().partition(LAST[path])[1]
+        assert replies[False].startswith("    ") and json.loads(replies[False])["model"] == "policy"
+    finally:
+        server.kill()
+
+
+def test_1000_held_streams_and_the_trainer_is_answered(tmp_path: Path, engine: ScriptedEngine) -> None:
+    server = Server(tmp_path, f"http://127.0.0.1:{engine.port}", process=True)
+    try:
+        keys = [rollout["agent_key"] for rollout in server.run("g", n=20)]
+        server.post("/pause", lease=600)
+
+        async def stream(session: aiohttp.ClientSession, key: str) -> str:
+            headers = {"Authorization": f"Bearer {key}"}
+            async with session.post(server.url + CHAT, json=HI | {"stream": True}, headers=headers) as reply:
+                return await reply.text()
+
+        async def main() -> tuple[float, list[str]]:
+            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+                streams = [asyncio.create_task(stream(session, keys[i % 20])) for i in range(1000)]
+                await asyncio.to_thread(server.wait, held=1000)
+                slowest = 0.0
+                for path in ("/lease", "/pause") * 3:
+                    started = time.monotonic()
+                    await asyncio.to_thread(server.post, path, lease=600)
+                    await asyncio.to_thread(server.get, "/state")
+                    slowest = max(slowest, time.monotonic() - started)
+                await asyncio.to_thread(server.post, "/resume", version=1)
+                return slowest, await asyncio.gather(*streams)
+
+        slowest, replies = asyncio.run(main())
+        assert slowest < 1 and all(reply.endswith("data: [DONE]\n\n") for reply in replies)
+        assert server.get("/state")["counts"]["call_ok"] == 1000
+    finally:
+        server.kill()
+
+
+def test_a_plain_reply_that_was_begun_and_fails_breaks_off(tmp_path: Path, engine: ScriptedEngine) -> None:
+    """Its status was said to be 200: only a broken connection makes a client try again."""
+    server = Server(tmp_path, f"http://127.0.0.1:{engine.port}", keepalive=0.1)
+    try:
+        (rollout,) = server.run("g")
+        server.post("/pause", lease=0.5)
+        with pytest.raises(httpx.RemoteProtocolError):
+            server.client(rollout["agent_key"]).post(CHAT, json=HI)
+        refused = server.client(rollout["agent_key"]).post(CHAT, json=HI)  # the trainer is gone
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "pause_expired"
+        server.post("/resume", version=1)
+        assert server.client(rollout["agent_key"]).post(CHAT, json=HI, headers=RETRY).status_code == 200
+    finally:
+        server.kill()
+
+
+# ---- the log
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_full_disk_is_a_503_and_leaves_no_half_turn(tmp_path: Path, engine: ScriptedEngine, stream: bool) -> None:
+    server = Server(tmp_path, f"http://127.0.0.1:{engine.port}", process=True)
+    try:
+        (rollout,) = server.run("g")
+        client, engine.context = sdk(server, rollout["agent_key"]), 100_000
+        ask(client, "before")
+        size = max(file.stat().st_size for file in tmp_path.iterdir())
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))  # no room for more
+        for _ in range(3):
+            with pytest.raises(openai.APIError) as error:  # a stream that had begun ends in its dialect's error
+                list(ask(client, "x" * 20_000, stream=stream))
+            assert "log cannot be written" in str(error.value)
+            assert stream or error.value.status_code == 503 and error.value.code == "store_unavailable"
+        assert server.admin.get("/health").status_code == 200
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        ask(client, "after")
+        server.kill()
+        server.start()
+        assert [turn["messages"][0]["content"] for turn in server.turns("g.0")] == ["before", "after"]
+        assert sqlite3.connect(f"file:{tmp_path}/gateway.sqlite?immutable=1", uri=True).execute(
+            "PRAGMA integrity_check").fetchone() == ("ok",)
+    finally:
+        server.kill()
+
+
+def test_64k_tokens_are_read_in_50_ms(server: Server, engine: ScriptedEngine) -> None:
+    """A rollout of 64 turns with 1,000 tokens each, as the trainer reads it."""
+    (rollout,) = server.run("g", sampling={"max_tokens": 30})
+    client, messages, engine.context = sdk(server, rollout["agent_key"]), [], 100_000
+    for _ in range(64):
+        messages.append({"role": "user", "content": "x" * 970})
+        messages.append({"role": "assistant", "content": ask(client, *messages).choices[0].message.content})
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        page = server.admin.get("/rollouts/g.0/turns", params={"messages": 0}).content
+        seconds.append(time.perf_counter() - started)
+    assert len(json.loads(page)["turns"]) == 64 and len(json.loads(page)["turns"][-1]["prompt_ids"]) > 60_000
+    assert min(seconds) < 0.5, seconds  # all prompts in full: 2M ids; one turn (the last) below
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        page = server.admin.get("/rollouts/g.0/turns", params={"after": 62, "messages": 0}).content
+        seconds.append(time.perf_counter() - started)
+    assert min(seconds) < 0.05, seconds
