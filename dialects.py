@@ -60,6 +60,7 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty"
 IGNORED = ("logit_bias", "logprobs", "top_logprobs", "structured_outputs", "min_tokens", "ignore_eos", "stop_token_ids",
            "bad_words", "context_management", "max_tool_calls")
 SINGLE = dict.fromkeys(("n", "best_of"), "send parallel requests, each is a sample of its own")
+MOST = 50_000  # items of a list: more would take all calls' time
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
@@ -85,8 +86,10 @@ class Node(dict[str, Any]):
         return Node(self.of(name, dict, need=need) or {}, f"{self.where}{name}.")
 
     def nodes(self, name: str) -> "list[Node]":
-        nodes = []
-        for at, value in enumerate(self.of(name, list) or ()):
+        values, nodes = self.of(name, list) or (), []
+        if len(values) > MOST:
+            raise self.wrong(name, f"has {len(values)} items, at most {MOST} are taken", "array_above_max_length")
+        for at, value in enumerate(values):
             if not isinstance(value, dict):
                 raise self.wrong(f"{name}[{at}]", "must be an object", "invalid_type")
             nodes.append(Node(value, f"{self.where}{name}[{at}]."))

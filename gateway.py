@@ -535,10 +535,13 @@ class Gateway:
         for pragma in ("locking_mode=EXCLUSIVE", "journal_mode=WAL", "synchronous=NORMAL"):
             self.db.execute(f"PRAGMA {pragma}")
         self.db.executescript(SCHEMA)
+        self.db.execute("UPDATE rollouts SET machinery = 'the gateway was started again' WHERE status = 'running'")
+        self.db.commit()
         self.engine = Engine(settings, self.db)
         self.bell = asyncio.Event()  # for long polls; replaced when set
         self.attempts: dict[tuple[str, int], Attempt] = {}  # that run; made from the log where missing
         self.calls: dict[tuple[str, int], list[Call]] = {}  # that are open, or wait for a client that has left
+        self.endings: list[tuple[Any, ...]] = []  # of replies, not yet in the log
         self.channels: dict[Any, str] = {}
         self.vocabulary = Vocabulary(settings.tokenizer) if settings.tokenizer else None
 
@@ -635,6 +638,7 @@ class Gateway:
 
     async def close_calls(self, rollout: str, attempt: int) -> None:
         """The agent's key dies. Ends the attempt's open calls, and returns when their turns are logged."""
+        self.note_endings()
         self.set(rollout, agent_over=1)
         self.db.commit()
         tasks = [call.task for call in self.calls.get((rollout, attempt), ())]
@@ -772,6 +776,7 @@ class Gateway:
 
     async def turns(self, row: sqlite3.Row, /, after: Int = -1, limit: Limit = 100, messages: bool = True) -> JSON:
         """`messages=0` leaves out what assembling rows does not need."""
+        self.note_endings()
         page, seen, plain = [], {}, ("index", "finish_reason", "status", "error", "fork", "dialect")
         for turn, ids in self.sequences(row["id"], row["attempts"], after + limit):
             if turn["index"] <= after:
@@ -806,6 +811,7 @@ class Gateway:
         reply = address(request, call.message) if request and call.message else None
         ids, logged = call.prompt + array("i", call.ids).tobytes(), 0
         with self.db:
+            self.note_endings()
             if call.turn:
                 index, parent, shared, logged = call.turn
                 attempt.replies[reply] = index
@@ -834,11 +840,12 @@ class Gateway:
                  call.finish == "length" and len(call.ids) >= call.room, call.owner[0]))
         call.turn, self.attempts[call.owner] = (index, parent, shared, len(call.ids)), attempt
 
-    def set_status(self, call: Call, status: str, error: str | None = None) -> None:
-        if call.turn:
-            with self.db:
-                sql = 'UPDATE turns SET status = ?, error = ? WHERE rollout = ? AND attempt = ? AND "index" = ?'
-                self.db.execute(sql, (status, error, *call.owner, call.turn[0]))
+    def note_endings(self) -> None:
+        """Writes what became of replies. It waits for the next transaction: if a crash is faster, the delivery of a
+        turn is unknown, and it can be replayed."""
+        sql = 'UPDATE turns SET status = ?, error = ? WHERE rollout = ? AND attempt = ? AND "index" = ?'
+        self.db.executemany(sql, self.endings)
+        self.endings.clear()
 
     # ---- model calls
 
@@ -890,6 +897,8 @@ class Gateway:
         open_calls = [other for other in self.calls.get(call.owner, ()) if other.digest == call.digest]
         if not open_calls and call.digest not in self.attempt(call.owner).digests:
             return None
+        with self.db:
+            self.note_endings()
         taken = {other.turn[0] for other in open_calls if other.turn}
         rows = [row for row in self.db.execute(
             'SELECT * FROM turns AS turn WHERE digest = ? AND rollout = ? AND attempt = ? AND NOT EXISTS (SELECT 1 '
@@ -963,7 +972,9 @@ class Gateway:
             self.vocabulary = Vocabulary(card["root"])
         if (prompt := call.ask.prompt) is None:
             return await self.engine.ask("/v1/chat/completions/render", call.chat)
-        return {"token_ids": self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else prompt}
+        if isinstance(prompt, str):  # of megabytes it takes seconds
+            prompt = (await asyncio.to_thread(self.tokenizer.encode, prompt)).ids
+        return {"token_ids": prompt}
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -1028,6 +1039,10 @@ class Gateway:
         return {"role": "assistant", "content": content, "tool_calls": calls,
                 "reasoning": message.get("reasoning") or message.get("reasoning_content")}
 
+    def ending(self, call: Call, status: str, error: str | None = None) -> None:
+        if call.turn:
+            self.endings.append((status, error, *call.owner, call.turn[0]))
+
     def open_calls(self) -> int:
         return sum(map(len, self.calls.values()))
 
@@ -1051,8 +1066,7 @@ class Gateway:
             call.task.cancel()
         elif not call.readers and call in self.calls.get(call.owner, ()):
             self.close(call)
-            with contextlib.suppress(sqlite3.Error):
-                self.set_status(call, "aborted", "the client left before its reply, and nobody came back")
+            self.ending(call, "aborted", "the client left before its reply, and nobody came back")
 
     def close(self, call: Call) -> None:
         calls = self.calls.get(call.owner, [])
@@ -1106,7 +1120,7 @@ class Gateway:
                     body = stream.fail(failure) if begun else orjson.dumps(call.dialect.error(failure))
                 await write(body, False, status)
                 if status == 200:
-                    self.set_status(call, "delivered")
+                    self.ending(call, "delivered")
         finally:
             gone.cancel()
             call.readers.discard(wake)
@@ -1230,7 +1244,8 @@ def create_app(settings: GatewaySettings) -> Callable[..., Awaitable[None]]:
              ("POST", "/lease", g.lease, "admin"), ("POST", "/resume", g.resume, "admin"),
              ("POST", "/steps", g.steps, "admin"), ("GET", "/state", g.state, "admin"),
              ("GET", "/metrics", g.metrics, "admin"), ("GET", "/health", g.health, ""), ("GET", "/", g.health, "")]
-    kinds = (ApiError, HTTPException, ValidationError, sqlite3.Error, ClientDisconnect, Exception)
+    kinds = (ApiError, HTTPException, ValidationError, orjson.JSONEncodeError, sqlite3.Error, ClientDisconnect,
+             Exception)
     app = Starlette(routes=[make_route(g, *route) for route in table], lifespan=lifespan,
                     exception_handlers=dict.fromkeys(kinds, failed))
     return calls

@@ -324,7 +324,7 @@ def test_a_turn_is_durable_before_its_last_byte(process: Server, stream: bool) -
     process.kill()
     process.start()
     assert [turn["response_ids"] for turn in process.turns("g.0")] == [[5, 6, EOS]]
-    ask(sdk(process, rollout["agent_key"]))  # the rollout runs on, with the same key
+    ask(sdk(process, rollout["agent_key"]), "more")  # the rollout runs on, with the same key
     assert process.get("/state")["running"] == 1 and len(process.turns("g.0")) == 2
 
 
