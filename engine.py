@@ -551,7 +551,9 @@ class Api:
 
     async def render(self, body: dict, http: HttpRequest) -> Response:
         messages = [for_template(message) for message in body["messages"]]
-        extra = {"add_generation_prompt": True} | (body.get("chat_template_kwargs") or {})
+        effort = body.get("reasoning_effort")
+        wishes = {"reasoning_effort": effort, "enable_thinking": effort != "none"} if effort else {}
+        extra = {"add_generation_prompt": True} | wishes | (body.get("chat_template_kwargs") or {})
         tools = body.get("tools") or None
         ids = self.tokenizer.apply_chat_template(messages, tools=tools, return_dict=False, **extra)
         params = {name: body[name] for name in Sampling.model_fields if body.get(name) is not None}

@@ -85,14 +85,23 @@ class EngineProcess:
 
     def __init__(self, argv: list[str], port: int, log: Path, env: dict[str, str] | None = None, wait: float = 180, key: str = "") -> None:
         self.url, self.log, self.key = f"http://127.0.0.1:{port}", log, key
-        with open(log, "wb") as out:
-            self.process = subprocess.Popen(argv, stdout=out, stderr=out, env=os.environ | (env or {}), start_new_session=True)
-        deadline = time.monotonic() + wait
+        self.argv, self.env, self.wait = argv, os.environ | (env or {}), wait
+        self.start()
+
+    def start(self) -> None:
+        with open(self.log, "ab") as out:
+            self.process = subprocess.Popen(self.argv, stdout=out, stderr=out, env=self.env, start_new_session=True)
+        deadline = time.monotonic() + self.wait
         while not self.healthy():
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.stop()
-                raise RuntimeError(f"{argv[:4]} did not start:\n{log.read_text(errors='replace')[-3000:]}")
+                raise RuntimeError(f"{self.argv[:4]} did not start:\n{self.log.read_text(errors='replace')[-3000:]}")
             time.sleep(0.1)
+
+    def kill(self) -> None:
+        """As the kernel does when memory is short; `start` starts it again, at the same port."""
+        os.killpg(self.process.pid, 9)
+        self.process.wait()
 
     def healthy(self) -> bool:
         try:
