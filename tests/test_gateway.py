@@ -29,6 +29,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
+import calls
 import gateway
 import trajectory
 from config import make_key, read_secret
@@ -909,20 +910,21 @@ def test_ids_are_stored_once(process: Server, engine: ScriptedEngine) -> None:
 )
 def test_differences_restore_every_sequence(sequences: list[list[int]], most: int) -> None:
     def pack(ids: list[int]) -> bytes:
-        return gateway.array("i", ids).tobytes()
+        return calls.array("i", ids).tobytes()
 
-    attempt, stored, whole = gateway.Attempt(), [], {}
-    previous, gateway.MAX_BRANCHES = gateway.MAX_BRANCHES, most
+    attempt, stored, whole = calls.Attempt(), [], {}
+    previous, calls.MAX_BRANCHES = calls.MAX_BRANCHES, most
     for index, ids in enumerate(sequences):
         known = [sequence for sequence, _ in attempt.branches.values()]
         slow = max((len(os.path.commonprefix([sequence, pack(ids)])) // 4 for sequence in known), default=0)
-        parent, shared, goes_on = attempt.add(index, pack(ids), None, b"", b"")
+        shared, goes_on, parent = attempt.parent(pack(ids))
+        attempt.add(index, pack(ids), None, b"", b"")
         assert shared == slow and len(attempt.branches) <= most and attempt.branches[index][0] == pack(ids)
         assert goes_on == (not known or any(pack(ids[:shared]) == sequence for sequence in known))
         ends = attempt.branches[index][1]
         assert all(sequences[turn] == ids[:end] for end, turn in ends.items()) and ends[len(ids)] == index
         stored.append((parent, shared, pack(ids)[4 * shared :]))
-    gateway.MAX_BRANCHES = previous
+    calls.MAX_BRANCHES = previous
     for index, (parent, shared, rest) in enumerate(stored):
         whole[index] = whole.get(parent, b"")[: 4 * shared] + rest
         assert whole[index] == pack(sequences[index])

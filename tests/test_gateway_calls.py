@@ -20,7 +20,7 @@ import pytest
 from test_gateway import EOS, ScriptedEngine, Server, ask, sdk
 from tokenizers import Tokenizer, decoders, models
 
-from gateway import Attempt, Text, Vocabulary, address
+from calls import Attempt, Text, Vocabulary, address
 from trajectory import Turn, assemble
 
 CHAT = "/v1/chat/completions"

@@ -27,14 +27,15 @@ ALLOWED: dict[str, set[str]] = {
     "small_model": set(),
     "small_tasks": set(),
     "scheduler": {"config", "trajectory"},
-    "gateway": {"config", "trajectory", "dialects"},
+    "calls": {"trajectory", "dialects"},
+    "gateway": {"config", "calls", "dialects"},
     "vllm_control": {"config"},
     "controller": {"config"},
     "prepare_swe": {"config"},
     "trainer": {"config", "trajectory", "advantage", "scheduler", "vllm_control"},
 }
 LIGHT = {"torch", "vllm", "transformers"}
-FORBIDDEN = dict.fromkeys(("gateway", "controller", "agents", "config", "dialects", "trajectory"), LIGHT) | {
+FORBIDDEN = dict.fromkeys(("gateway", "calls", "controller", "agents", "config", "dialects", "trajectory"), LIGHT) | {
     "trainer": {"starlette", "kubernetes"}
 }
 STANDARD_LIBRARY_ONLY, TORCH_ONLY = {"trajectory", "scheduler"}, {"advantage"}
