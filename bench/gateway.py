@@ -353,15 +353,16 @@ async def compare(loads: dict[str, Load], pids: dict[str, int], rounds: int, sec
             for key, rows in every.items()}
 
 
-async def hold(load: Load, rollouts: Rollouts) -> tuple[float, float]:
-    """The slowest control call while 1,000 streams come and are held, and in what time all end after the resume."""
+async def hold(load: Load, rollouts: Rollouts) -> tuple[float, float, float]:
+    """The slowest control call while 1,000 streams are held, and before, while they come all at once; and in what time
+    all end after the resume."""
     async def stream(conversation: int) -> None:
         client, key = await connect(load.port), await rollouts.key(conversation)
         answer = await client.ask(load.script.request(key, conversation, 0, stream=True))
         assert b"data: [DONE]" in answer and b'"error"' not in answer
         client.transport.close()
 
-    slowest, held, end = 0.0, 0, time.perf_counter() + 60
+    coming, slowest, held, end = 0.0, 0.0, 0, time.perf_counter() + 60
     await rollouts.ask("/pause", lease=300)
     first = len(rollouts.waves) * ROLLOUTS * CONVERSATIONS  # rollouts of their own, 16 streams each
     calls = [asyncio.create_task(stream(first + i)) for i in range(HELD)]
@@ -369,14 +370,15 @@ async def hold(load: Load, rollouts: Rollouts) -> tuple[float, float]:
         for path, body in (("/pause", {"lease": 300}), ("/state", {})):
             started = time.perf_counter()
             state = await rollouts.ask(path, **body)
-            slowest = max(slowest, time.perf_counter() - started)
+            took = time.perf_counter() - started
+            coming, slowest = (coming, max(slowest, took)) if held else (max(coming, took), slowest)
         held += state["held"] == HELD
         await asyncio.sleep(0.1)
     assert held, f"only {state['held']} streams are held"
     started = time.perf_counter()
     await rollouts.ask("/resume", version=0)
     await asyncio.gather(*calls)
-    return slowest, time.perf_counter() - started
+    return slowest, coming, time.perf_counter() - started
 
 
 async def run(options: argparse.Namespace, secret: str, script: Script, ports: dict[str, int], pids: Any) -> bool:
@@ -406,9 +408,10 @@ async def run(options: argparse.Namespace, secret: str, script: Script, ports: d
         memory[gateway.calls] = memory_mb(pid)
     print("memory, MB after so many calls: " + ", ".join(f"{mb:.0f} ({calls:,})" for calls, mb in memory.items()))
     bar(f"memory after {gateway.calls:,} calls, MB", memory[gateway.calls], most=150)
-    slowest, rest = await hold(gateway, rollouts)
+    slowest, coming, rest = await hold(gateway, rollouts)
     bar(f"slowest pause or state, {HELD:,} held streams, s", slowest, most=1)
-    print(f"after the resume the {HELD:,} streams took {rest:.1f} s; memory then {memory_mb(pid):.0f} MB")
+    print(f"slowest while they came {coming:.2f} s; after the resume they took {rest:.1f} s; "
+          f"memory then {memory_mb(pid):.0f} MB")
     return all(bars)
 
 
