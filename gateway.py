@@ -707,7 +707,7 @@ class Gateway:
         if (prompt := call.ask.prompt) is None:
             return await self.engine.ask("/v1/chat/completions/render", call.chat)
         if isinstance(prompt, str):  # of megabytes it takes seconds
-            prompt = (await asyncio.to_thread(self.tokenizer.encode, prompt)).ids
+            prompt = (await asyncio.to_thread(self.tokenizer.encode_batch_fast, [prompt]))[0].ids
         return {"token_ids": prompt}
 
     @property
@@ -817,34 +817,39 @@ class Gateway:
         call.readers.add(wake)
         gone.add_done_callback(lambda _: wake.set())
 
-        async def write(body: bytes, more: bool = True, status: int = 200) -> None:
+        async def begin(status: int = 200) -> None:
             nonlocal begun
             if not begun:
-                media = b"text/event-stream" if stream and status == 200 else b"application/json"
-                headers = [(name.encode(), value.encode()) for name, value in RETRY_AFTER.get(status, {}).items()]
+                begun, streams = True, stream and status == 200
+                media = "text/event-stream" if streams else "application/json"
+                headers = {"content-type": media, **RETRY_AFTER.get(status, {})}
                 await send({"type": "http.response.start", "status": status,
-                            "headers": [(b"content-type", media), *headers]})
-                body = stream.start() + body if stream and status == 200 else body
-            begun = True
+                            "headers": [(name.encode(), value.encode()) for name, value in headers.items()]})
+                if streams:
+                    await write(stream.start())
+
+        async def write(body: bytes, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": body, "more_body": more})
 
         try:
             while not (gone.done() or call.task.done()):
                 wake.clear()
                 upto = call.text.readable() if stream and call.text and call.channel else 0
+                if stream and call.ids:
+                    await begin()
                 if upto > sent:
                     await write(stream.text(call.channel, call.text.text[sent:upto]))
                     sent = upto
-                elif stream and call.ids and not begun:
-                    await write(b"")
                 try:
                     async with asyncio.timeout(self.settings.keepalive):
                         await wake.wait()
                 except TimeoutError:
+                    await begin()
                     await write(stream.ping() if stream else b" ")
             if not gone.done():
                 try:
                     status, done = 200, call.task.result()
+                    await begin()
                     body = stream.finish(done) if stream else orjson.dumps(call.dialect.reply(ask, done))
                 except (Exception, asyncio.CancelledError) as error:
                     failure = as_api_error(error)
@@ -852,7 +857,8 @@ class Gateway:
                         raise  # status 200 is said: an answer that breaks off makes the client try again
                     status = failure.status
                     body = stream.fail(failure) if begun else orjson.dumps(call.dialect.error(failure))
-                await write(body, False, status)
+                    await begin(status)
+                await write(body, False)
                 if status == 200:
                     self.ending(call, "delivered")
         finally:
@@ -936,7 +942,7 @@ def create_app(settings: GatewaySettings) -> Callable[..., Awaitable[None]]:
         failure = as_api_error(error)
         log("request", method=request.method, path=request.url.path[:200], status=failure.status,
             error=failure.message[:200])
-        dialect = DIALECTS.get(request.url.path.removesuffix("/count_tokens")) or DIALECTS["/v1/chat/completions"]
+        dialect = DIALECTS["/v1/messages" if request.url.path.startswith("/v1/messages") else "/v1/responses"]
         return answer(dialect.error(failure), failure.status, RETRY_AFTER.get(failure.status))
 
     @contextlib.asynccontextmanager
