@@ -809,8 +809,7 @@ class Gateway:
         if not calls:
             self.calls.pop(call.owner, None)
 
-    async def serve(self, call: Call, ask: Ask, scope: Any, receive: Callable[[], Any],
-                    send: Callable[[Any], Any]) -> None:
+    async def serve(self, call: Call, ask: Ask, _: Any, receive: Callable[..., Any], send: Callable[..., Any]) -> None:
         """Gives one client the reply of a call, or its error, in its way and as it comes. An ASGI application."""
         stream = call.dialect.stream(ask, call.head) if ask.stream else None
         wake, gone, begun, sent, status = asyncio.Event(), asyncio.ensure_future(receive()), False, 0, 499
