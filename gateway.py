@@ -740,11 +740,11 @@ class Gateway:
             call.text, call.channel = Text(self.vocabulary, call.ask.stop, call.ids), await self.channel(call)
 
     async def channel(self, call: Call) -> str:
-        """What this model's plain text is to the engine's parsers, which depends on how the prompt ends: content or
-        reasoning. One try with a short text tells."""
+        """What this model's plain text is to the engine's parsers, which depends on how the prompt ends and on what
+        was asked: content or reasoning. One try with a short text tells."""
         if call.ask.prompt is not None:
             return "content"
-        key = call.prompt[-32:], bool(call.ask.tools)
+        key = call.prompt[-32:], bool(call.ask.tools), repr(call.ask.extra)
         if key not in self.channels:
             ids = self.tokenizer.encode("x y", add_special_tokens=False).ids
             message, text = await self.parse(call, ids, probe=True), self.tokenizer.decode(ids)

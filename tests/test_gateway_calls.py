@@ -17,6 +17,8 @@ import aiohttp
 import httpx
 import openai
 import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse
 from test_gateway import EOS, ScriptedEngine, Server, ask, sdk
 from tokenizers import Tokenizer, decoders, models
 
@@ -219,6 +221,32 @@ def test_text_is_sent_as_it_is_sampled(server: Server, engine: ScriptedEngine) -
         if chunk.choices[0].delta.content:
             arrivals.append((time.monotonic(), engine.sampled))
     assert len(arrivals) >= 4 and arrivals[0][1] < 6 and arrivals[-1][0] - arrivals[0][0] > 0.25
+
+
+class Thinker(ScriptedEngine):
+    """What it says is reasoning, unless it was asked for none. Its prompts do not show which."""
+
+    async def derender(self, request: Request) -> JSONResponse:
+        body = await request.json()
+        kind = "content" if body["chat_request"].get("reasoning_effort") == "none" else "reasoning"
+        text = " ".join(map(str, body["generate_response"]["choices"][0]["token_ids"]))
+        return JSONResponse({"choices": [{"index": 0, "message": {"role": "assistant", kind: text}}]})
+
+
+def test_plain_text_is_streamed_as_what_was_asked_for(tmp_path: Path, words: Path) -> None:
+    engine = Thinker()
+    server = Server(tmp_path, f"http://127.0.0.1:{engine.port}", tokenizer=str(words))
+    try:
+        (rollout,) = server.run("g")
+        for effort, said in (("high", ("5 6", "")), ("none", ("", "5 6")), ("high", ("5 6", ""))):
+            stream = ask(sdk(server, rollout["agent_key"]), stream=True, reasoning_effort=effort)
+            deltas = [chunk.choices[0].delta for chunk in stream]
+            reasoning = "".join(getattr(delta, "reasoning_content", "") for delta in deltas)
+            assert (reasoning, "".join(delta.content or "" for delta in deltas)) == said
+        assert "stream_mismatch" not in server.get("/state")["counts"]
+    finally:
+        server.kill()
+        engine.stop()
 
 
 def test_stop_strings_end_the_sample_also_across_a_pause(server: Server, engine: ScriptedEngine) -> None:
