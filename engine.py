@@ -96,8 +96,9 @@ def parse_call(text: str, tools: list[dict]) -> dict:
 def parse_reply(text: str, tools: list[dict], thinks: bool, opened: bool) -> dict:
     """A chat message. `thinks`: the template knows <think>; `opened`: the prompt already ended with it."""
     reasoning, content, calls = None, text, []
-    if thinks and (opened or text.lstrip().startswith("<think>")):
-        reasoning, _, content = text.lstrip().removeprefix("<think>").partition("</think>")
+    if thinks and ((begun := text.lstrip()).startswith("<think>") or opened):
+        thought = begun.removeprefix("<think>") if begun.startswith("<think>") else text
+        reasoning, _, content = thought.partition("</think>")
     if tools:
         with contextlib.suppress(ValueError):  # a broken call stays in the content, where the harness sees it
             calls = [parse_call(body.strip(), tools) for body in CALL.findall(content)]

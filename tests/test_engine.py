@@ -782,6 +782,7 @@ def test_broken_calls_stay_in_the_content(text: str) -> None:
 
 @pytest.mark.parametrize("text,opened,reasoning,content", [
     ("<think>\nhm\n</think>\n\nyes", False, "\nhm\n", "\n\nyes"), ("hm</think>yes", True, "hm", "yes"), ("hm", True, "hm", ""),
+    ("\n\nhm", True, "\n\nhm", ""), ("\n<think>hm", True, "hm", ""),
     ("<think>hm", False, "hm", ""), ("yes", False, None, "yes")])
 def test_reasoning(text: str, opened: bool, reasoning: str | None, content: str) -> None:
     message = engine_module.parse_reply(text, [], True, opened)
