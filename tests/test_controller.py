@@ -393,7 +393,7 @@ def test_two_controllers_share_the_queue(bench: Bench) -> None:
 
 def test_a_name_runs_once(bench: Bench) -> None:
     bench.start()
-    until(lambda: (bench.run_dir / "log").read_text())
+    assert bench.run("harness_ok")[0] == "succeeded"  # it is up
     assert bench.start(log="second").wait(20) == 1
     assert "a controller 'local' already runs" in (bench.run_dir / "second").read_text()
 
