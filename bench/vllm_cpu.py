@@ -136,15 +136,19 @@ def start_ours(model: Path, log: Path, *flags: str, name: str = "tiny", key: str
     return EngineProcess(argv, port, log, key=key)
 
 
-def start_vllm(model: Path, log: Path, *flags: str, name: str = "tiny") -> EngineProcess:
-    port = free_port()
+def start_vllm(model: Path, log: Path, *flags: str, name: str = "tiny", key: str = "", smooth: bool = False) -> EngineProcess:
+    """`smooth`: in fewer processes and threads, which on a busy machine send each token when it is sampled."""
+    port, flags = free_port(), (*flags, *(("--api-key", key) if key else ()))
     argv = [vllm_python(), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port), "--host", "127.0.0.1",
             "--enforce-eager", "--dtype", "float32", "--max-model-len", "4096", "--max-num-seqs", "64", "--served-model-name", name,
             "--enable-scale-out", "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--logprobs-mode", "processed_logprobs",
             "--worker-extension-cls", "vllm_cpu.TiedReload", *flags]
     env = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1",
            "DO_NOT_TRACK": "1", "OMP_NUM_THREADS": "2", "PYTHONPATH": str(Path(__file__).parent)}
-    return EngineProcess(argv, port, log, env)
+    if smooth:
+        env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
+        argv += ["--distributed-executor-backend", "uni"]
+    return EngineProcess(argv, port, log, env, key=key)
 
 
 class TiedReload:

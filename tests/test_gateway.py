@@ -1,4 +1,4 @@
-"""The gateway as a process, on its real log, before a scripted engine; then before the embedded engine.
+"""The gateway as a process, on its real log, before a scripted engine. Before real engines: test_gateway_vllm.
 
 The engine below is not the thing under test: it renders and samples ids by a rule, so that every id can be checked.
 """
@@ -928,92 +928,6 @@ def test_differences_restore_every_sequence(sequences: list[list[int]], most: in
     for index, (parent, shared, rest) in enumerate(stored):
         whole[index] = whole.get(parent, b"")[: 4 * shared] + rest
         assert whole[index] == pack(sequences[index])
-
-
-# ---- with the embedded engine
-
-
-@pytest.fixture(scope="module")
-def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Any]]:
-    from bench.vllm_cpu import make_tiny_model, start_ours
-
-    directory = tmp_path_factory.mktemp("embedded")
-    make_tiny_model(directory / "model")
-    (directory / "key").write_text("engine-key")
-    engine = start_ours(
-        directory / "model", directory / "log", "--key-file", str(directory / "key"), "--threads", "1", key="engine-key"
-    )
-    server = Server(
-        directory, engine.url, "--engine-key-file", str(directory / "key"), "--engine-retry", "60", process=True
-    )
-    yield server, engine
-    server.kill()
-    engine.stop()
-
-
-def test_a_conversation_is_one_row(embedded: tuple[Server, Any]) -> None:
-    server, _ = embedded
-    (rollout,) = server.run("talk", sampling={"max_tokens": 20, "seed": 3})
-    client, messages = sdk(server, rollout["agent_key"]), [{"role": "user", "content": "Hello"}]
-    for stream in (False, True, False):
-        if stream:
-            parts = [
-                chunk.choices[0].delta.content or "" for chunk in ask(client, *messages, stream=True) if chunk.choices
-            ]
-            said = "".join(parts)
-        else:
-            said = ask(client, *messages).choices[0].message.content
-        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "Go on"}]
-    turns = server.turns("talk.0")
-    assert [turn["message"]["content"] for turn in turns] == [
-        m["content"] for m in messages if m["role"] == "assistant"
-    ]
-    for turn in turns:
-        assert (
-            1 <= len(turn["response_ids"]) == len(turn["logprobs"]) == len(turn["versions"]) <= 20
-            and max(turn["logprobs"]) <= 0
-        )
-    samples, _ = trajectory.assemble([trajectory.Turn.from_record(turn) for turn in turns])
-    assert sum(sample.trained_tokens for sample in samples) == sum(len(turn["response_ids"]) for turn in turns)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("trouble", ["pause", "kill"])
-def test_generations_outlive_pauses_and_the_engine(embedded: tuple[Server, Any], stream: bool, trouble: str) -> None:
-    server, engine = embedded
-    to_engine = httpx.Client(
-        base_url=engine.url, headers={"Authorization": "Bearer engine-key"}, trust_env=False, timeout=30
-    )
-    group = f"{trouble}.{stream}"
-    rollouts = server.run(group, n=4, sampling={"max_tokens": 800})
-    to_engine.post("/update_weight_version", json={"new_version": "1"})
-    with ThreadPoolExecutor(4) as pool:
-        jobs = [
-            pool.submit(lambda client: list(ask(client, stream=stream)), sdk(server, r["agent_key"])) for r in rollouts
-        ]
-        time.sleep(0.4)
-        server.post("/pause", lease=100)
-        if trouble == "pause":
-            assert to_engine.post("/pause?mode=abort").status_code == 200
-        else:
-            engine.process.kill()
-            engine.process.wait()
-        server.wait(in_flight=0)
-        if trouble == "kill":
-            engine.__init__(engine.process.args, int(engine.url.rpartition(":")[2]), engine.log, key=engine.key)
-        to_engine.post("/update_weight_version", json={"new_version": "2"})
-        to_engine.post("/resume")
-        server.post("/resume", version=2)
-        for job in jobs:
-            job.result(120)
-    spans = set()
-    for rollout in rollouts:
-        (turn,) = server.turns(rollout["id"])
-        assert turn["status"] == "delivered" and len(turn["response_ids"]) == len(turn["logprobs"]) == len(turn["versions"])
-        assert len(turn["response_ids"]) == 800 or turn["finish_reason"] == "stop"
-        assert turn["versions"] == sorted(turn["versions"])
-        spans |= set(turn["versions"])
-    assert 2 in spans
 
 
 # ---- odd input, the process
