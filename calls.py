@@ -49,7 +49,11 @@ def address(before: bytes, message: JSON) -> bytes:
         if message["role"] == "assistant":
             said = [content, [(call["function"]["name"], orjson.loads(call["function"]["arguments"]))
                               for call in message.get("tool_calls") or ()]]
-    return hashlib.blake2b(before + orjson.dumps(said, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()
+    return blake2b(before + orjson.dumps(said, option=orjson.OPT_SORT_KEYS))
+
+
+def blake2b(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def common_ids(a: bytes, b: bytes) -> int:

@@ -37,6 +37,7 @@ import zlib
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -51,7 +52,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from tokenizers import Tokenizer
 
-from calls import Attempt, Call, Text, Vocabulary, address, unpacked
+from calls import Attempt, Call, Text, Vocabulary, address, blake2b, unpacked
 from config import make_key, read_secret
 from dialects import DIALECTS, ApiError, Ask
 
@@ -73,7 +74,8 @@ CREATE TABLE IF NOT EXISTS rollouts(id TEXT PRIMARY KEY, "group" TEXT, "index" I
 CREATE INDEX IF NOT EXISTS rollouts_status ON rollouts(status);
 CREATE TABLE IF NOT EXISTS turns(rollout TEXT, attempt INT, "index" INT, status TEXT, error TEXT, name TEXT,
     digest BLOB, dialect TEXT, fork TEXT, parent INT, shared INT, prompt INT, finish_reason TEXT, stop_string TEXT,
-    opening BLOB, request BLOB, reply BLOB, started_at REAL, finished_at REAL, versions BLOB, ids BLOB, logprobs BLOB,
+    opening BLOB, request BLOB, reply BLOB, meaning BLOB, started_at REAL, finished_at REAL,
+    versions BLOB, ids BLOB, logprobs BLOB,
     PRIMARY KEY(rollout, attempt, "index"));
 CREATE INDEX IF NOT EXISTS turns_digest ON turns(digest);
 CREATE TABLE IF NOT EXISTS messages(hash BLOB PRIMARY KEY, before BLOB, data BLOB);
@@ -162,6 +164,10 @@ def log(event: str, **fields: Any) -> None:
 
 def packed(data: Any) -> bytes:
     return zlib.compress(orjson.dumps(data), 1)
+
+
+def loaded(data: bytes | None) -> Any:
+    return None if data is None else orjson.loads(zlib.decompress(data))
 
 
 class Engine:
@@ -479,15 +485,18 @@ class Gateway:
 
     # ---- conversations and turns
 
-    def remember(self, messages: list[Any], addresses: list[bytes], before: bytes = b"") -> None:
-        """Stores a conversation, which goes on from `before`. Each message is kept once, however many turns and
-        rollouts begin with the same ones."""
-        new, known = len(messages), "SELECT 1 FROM messages WHERE hash = ?"
-        while new and not self.db.execute(known, (addresses[new - 1],)).fetchone():
+    def remember(self, messages: list[Any]) -> bytes | None:
+        """Stores a conversation and returns the address of its end. Each message is kept once, however many turns and
+        rollouts begin with the same ones: an address is made of all that was said so far."""
+        data = [orjson.dumps(message) for message in messages]
+        addresses = list(accumulate(data, lambda before, part: blake2b(before + part), initial=b""))[1:]
+        new = len(data)
+        while new and not self.db.execute("SELECT 1 FROM messages WHERE hash = ?", (addresses[new - 1],)).fetchone():
             new -= 1
-        for at in range(new, len(messages)):
-            self.put("messages", hash=addresses[at], before=addresses[at - 1] if at else before,
-                     data=zlib.compress(orjson.dumps(messages[at]), 1))
+        for at in range(new, len(data)):
+            self.put("messages", hash=addresses[at], before=addresses[at - 1] if at else b"",
+                     data=zlib.compress(data[at], 1))
+        return addresses[-1] if addresses else None
 
     def recall(self, address: bytes | None, seen: dict[bytes, tuple[bytes, Any]]) -> list[Any]:
         messages = []
@@ -517,13 +526,13 @@ class Gateway:
             page.append({"prompt_ids": unpacked(ids[: 4 * turn["prompt"]]),
                          "response_ids": unpacked(ids[4 * turn["prompt"] :]),
                          "logprobs": None if turn["logprobs"] is None else array("d", turn["logprobs"]).tolist(),
-                         "versions": orjson.loads(zlib.decompress(turn["versions"])),
+                         "versions": loaded(turn["versions"]),
                          "delivered": turn["status"] in ("ok", "delivered"),
                          **{key: turn[key] for key in plain}})
             if messages:
-                said, reply = self.recall(turn["request"], seen), self.recall(turn["reply"], seen)
+                said = self.recall(turn["request"], seen)
                 tools = said.pop(0)["tools"] if said and "tools" in said[0] and "role" not in said[0] else None
-                page[-1] |= {"messages": said, "tools": tools, "message": reply[-1] if reply else None}
+                page[-1] |= {"messages": said, "tools": tools, "message": loaded(turn["reply"])}
         return {"turns": page, "next": page[-1]["index"] if len(page) == limit else None}
 
     def attempt(self, owner: tuple[str, int]) -> Attempt:
@@ -531,7 +540,7 @@ class Gateway:
             attempt = Attempt()
             attempt.calls = self.rollout(owner[0])["calls"]
             for turn, ids in self.sequences(*owner):
-                attempt.add(turn["index"], ids, turn["reply"], turn["opening"], turn["digest"])
+                attempt.add(turn["index"], ids, turn["meaning"], turn["opening"], turn["digest"])
             self.attempts[owner] = attempt
         return self.attempts[owner]
 
@@ -539,8 +548,8 @@ class Gateway:
         """The turn is durable when this returns. A call that sampled nothing leaves no turn."""
         if not call.ids:
             return
-        attempt, request = self.attempt(call.owner), call.addresses[-1] if call.addresses else None
-        reply = address(request, call.message) if request and call.message else None
+        attempt, heard = self.attempt(call.owner), call.addresses and call.message
+        meaning = address(call.addresses[-1], call.message) if heard else None
         ids = call.prompt + array("i", call.ids).tobytes()
         shared, whole, parent = attempt.parent(ids)
         index, logged = attempt.turns, 0
@@ -553,13 +562,11 @@ class Gateway:
                 if call.fork:
                     self.count(f"fork_{call.fork}")
             complete = len(call.logprobs) == len(call.ids) and None not in call.logprobs
-            self.remember(call.messages, call.addresses)
-            if reply:
-                self.remember([call.message], [reply], request)
             self.put("turns", rollout=call.owner[0], attempt=call.owner[1], index=index, status=status, error=error,
                      name=call.name, digest=call.digest, dialect=call.path.removeprefix("/v1/"), fork=call.fork,
                      parent=parent, shared=shared, prompt=len(call.prompt) // 4, finish_reason=call.finish,
-                     stop_string=call.stop_string, opening=call.opening, request=request, reply=reply,
+                     stop_string=call.stop_string, opening=call.opening, request=self.remember(call.messages),
+                     reply=packed(call.message) if call.message else None, meaning=meaning,
                      started_at=call.started_at, finished_at=time.time(),
                      versions=packed(call.versions), ids=ids[4 * shared:],
                      logprobs=array("d", call.logprobs).tobytes() if complete else None)
@@ -570,9 +577,9 @@ class Gateway:
                 (not call.turn, len(call.ids) - logged, min(call.versions), max(call.versions),
                  call.finish == "length" and len(call.ids) >= call.room, call.owner[0]))
         if call.turn:
-            attempt.replies[reply] = index
+            attempt.replies[meaning] = index
         else:
-            attempt.add(index, ids, reply, call.opening, call.digest)
+            attempt.add(index, ids, meaning, call.opening, call.digest)
         call.turn = index, parent, shared, len(call.ids)
 
     def note_endings(self) -> None:
@@ -656,9 +663,9 @@ class Gateway:
         call.name, call.started_at, call.finish = row["name"], row["started_at"], row["finish_reason"]
         call.prompt, call.ids = ids[:4 * row["prompt"]], unpacked(ids[4 * row["prompt"]:])
         call.logprobs = array("d", row["logprobs"] or b"").tolist()
-        call.versions, call.stop_string = orjson.loads(zlib.decompress(row["versions"])), row["stop_string"]
+        call.versions, call.stop_string = loaded(row["versions"]), row["stop_string"]
         call.fork = row["fork"]
-        call.message = self.recall(row["reply"], {})[-1] if row["reply"] else None
+        call.message = loaded(row["reply"])
         call.turn = row["index"], row["parent"], row["shared"], len(call.ids)
         call.news = ["replayed" if row["reply"] else "continued"]
 

@@ -133,6 +133,20 @@ def test_a_retry_replays_and_a_new_request_samples(tmp_path: Path, engine: Scrip
         server.kill()
 
 
+def test_equal_meaning_is_not_the_same_reply(server: Server, engine: ScriptedEngine) -> None:
+    """Rollouts of a group say the same under other ids of tool calls: each keeps, and is replayed, its own."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    replies = []
+    for index, rollout in enumerate(server.run("g", n=2)):
+        engine.tools = [{"id": f"call_{index}", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+        client = server.client(rollout["agent_key"])
+        first = client.post(CHAT, json=HI | {"tools": tools}).json()
+        assert client.post(CHAT, json=HI | {"tools": tools}, headers=RETRY).json() == first
+        replies.append(first["choices"][0]["message"]["tool_calls"][0]["id"])
+        assert server.turns(rollout["id"])[0]["message"]["tool_calls"][0]["id"] == f"call_{index}"
+    assert replies == ["call_0", "call_1"]
+
+
 def test_after_a_crash_what_nothing_continued_is_replayed_once(tmp_path: Path, engine: ScriptedEngine) -> None:
     """The turn is logged, its reply was never written: the next such request gets it, and the one after it does not."""
     server = Server(tmp_path, f"http://127.0.0.1:{engine.port}", process=True)
