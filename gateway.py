@@ -271,7 +271,7 @@ class Gateway:
         self.secret = read_secret(settings.secret_file or settings.run_dir / "secret")
         self.db = sqlite3.connect(settings.run_dir / "gateway.sqlite", timeout=0)
         self.db.row_factory = sqlite3.Row
-        for pragma in ("locking_mode=EXCLUSIVE", "journal_mode=WAL", "synchronous=NORMAL"):
+        for pragma in ("locking_mode=EXCLUSIVE", "journal_mode=WAL", "synchronous=NORMAL", "wal_autocheckpoint=4000"):
             self.db.execute(f"PRAGMA {pragma}")
         self.db.executescript(SCHEMA)
         self.db.execute("UPDATE rollouts SET machinery = 'the gateway was started again' WHERE status = 'running'")
@@ -309,14 +309,19 @@ class Gateway:
 
     # ---- requests
 
-    def identify(self, request: Request, scopes: str) -> sqlite3.Row | None:
-        """The rollout of the request's key, None for an admin's."""
+    def authenticate(self, request: Request) -> tuple[str, str, int]:
+        """Scope, rollout and attempt of the request's key."""
         header = request.headers.get("authorization", "")
         key = header[7:] if header[:7].lower() == "bearer " else request.headers.get("x-api-key", "")
         scope, rollout, number, *_ = [*key.split("-"), "", "", ""]
         attempt = int(number) if re.fullmatch(r"[0-9]{1,9}", number) else 0
         if not hmac.compare_digest(make_key(self.secret, scope, rollout, attempt).encode(), key.encode()):
             raise ApiError(401, "missing or wrong key: send this rollout's key as bearer token", "invalid_api_key")
+        return scope, rollout, attempt
+
+    def identify(self, request: Request, scopes: str) -> sqlite3.Row | None:
+        """The rollout of the request's key, None for an admin's; the key must be in force."""
+        scope, rollout, attempt = self.authenticate(request)
         if scope not in scopes.split():
             raise ApiError(403, f"a key of scope {scope!r} may not call this route", "wrong_scope")
         row = None
@@ -604,7 +609,7 @@ class Gateway:
 
     async def call(self, request: Request, data: bytes) -> Callable[..., Awaitable[None]]:
         path, retry = request.url.path, request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
-        row = self.identify(request, "agent")  # again: the attempt may have ended while its body came
+        row = self.identify(request, "agent")
         assert row
         owner, ask = (row["id"], row["attempts"]), DIALECTS[path].ask(parse_json(data))
         # Equal is what asks for the same: retries of Codex have other key orders, of Claude Code ask for no stream.
@@ -973,7 +978,7 @@ def create_app(settings: GatewaySettings) -> Callable[..., Awaitable[None]]:
             return await app(scope, receive, send)
         request = Request(scope, receive)
         try:
-            g.identify(request, "agent")
+            g.authenticate(request)  # nobody else may send megabytes; the handler looks closer
             handler = g.call if path in DIALECTS else g.count_tokens
             response = await handler(request, await read(request, settings.max_body))
         except Exception as error:  # the boundary of one request
