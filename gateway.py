@@ -614,7 +614,8 @@ class Gateway:
         owner, ask = (row["id"], row["attempts"]), DIALECTS[path].ask(parse_json(data))
         # Equal is what asks for the same: retries of Codex have other key orders, of Claude Code ask for no stream.
         asked = {key: value for key, value in ask.body.items() if key not in ("stream", "stream_options")}
-        digest, group = address(path.encode(), asked), orjson.loads(row["body"])
+        digest = blake2b(path.encode() + orjson.dumps(asked, option=orjson.OPT_SORT_KEYS))
+        group = orjson.loads(row["body"])
         sampling, room = group["sampling"], group["context_limit"] or 2**31
         limits = [ask.max_tokens, sampling.pop("max_tokens"), room]
         attempt = self.attempt(owner)

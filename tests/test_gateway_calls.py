@@ -133,6 +133,15 @@ def test_a_retry_replays_and_a_new_request_samples(tmp_path: Path, engine: Scrip
         server.kill()
 
 
+def test_a_stray_role_does_not_make_requests_equal(server: Server) -> None:
+    (rollout,) = server.run("g")
+    client, stray = server.client(rollout["agent_key"]), {"role": "assistant"}
+    for text in ("one", "another"):
+        body = {"messages": [{"role": "user", "content": text}], **stray}
+        assert client.post(CHAT, json=body, headers=RETRY).status_code == 200
+    assert [turn["messages"][0]["content"] for turn in server.turns("g.0")] == ["one", "another"]
+
+
 def test_equal_meaning_is_not_the_same_reply(server: Server, engine: ScriptedEngine) -> None:
     """Rollouts of a group say the same under other ids of tool calls: each keeps, and is replayed, its own."""
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
