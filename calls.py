@@ -25,10 +25,9 @@ import aiohttp
 import orjson
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 
-from dialects import DIALECTS, Ask, Dialect
+from dialects import DIALECTS, JSON, Ask, Dialect
 from trajectory import after_reply, continued
 
-JSON = dict[str, Any]
 MAX_BRANCHES = 8  # cached token sequences of one attempt; what continues an older one is only stored less compactly
 STREAM_ABOVE = 256  # plain calls for more tokens than this stream from the engine, so that its death loses few
 MARKERS = ("<tool_call>", "<think>", "</think>", "<function=", "[TOOL_CALLS]", "<|python_tag|>")  # of a parser's matter
@@ -139,9 +138,10 @@ class Attempt:
         common = ((common_ids(known, ids), at) for at, (known, _) in self.branches.items())
         return max(((same, 4 * same == len(self.branches[at][0]), at) for same, at in common), default=(0, True, -1))
 
-    def add(self, turn: int, ids: bytes, reply: bytes | None, opening: bytes, digest: bytes) -> None:
-        """A logged turn."""
-        shared, whole, parent = self.parent(ids)
+    def add(self, turn: int, ids: bytes, place: tuple[int, bool, int], reply: bytes | None, opening: bytes,
+            digest: bytes) -> None:
+        """A logged turn. `place`: its parent, as above."""
+        shared, whole, parent = place
         ends = self.branches[parent][1] if self.branches else {}
         if whole:
             self.branches.pop(parent, None)
@@ -219,7 +219,6 @@ class Call:
     turn: tuple[int, int, int, int] | None = None  # logged: its index, parent, shared ids, sampled tokens
     news: list[str] = field(default_factory=list)  # what is still to be counted
     readers: set[asyncio.Event] = field(default_factory=set)
-    delivered: bool = False
     task: "asyncio.Task[JSON]" = field(init=False)
 
     @property

@@ -35,7 +35,7 @@ import time
 import traceback
 import zlib
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -54,9 +54,8 @@ from tokenizers import Tokenizer
 
 from calls import Attempt, Call, Text, Vocabulary, address, blake2b, unpacked
 from config import make_key, read_secret
-from dialects import DIALECTS, ApiError, Ask
+from dialects import DIALECTS, JSON, ApiError, Ask
 
-JSON = dict[str, Any]
 MAX_EVENT = 256 * 1024  # bytes
 STRAGGLER_SECONDS = 5.0  # after a pause, a request that waits inside the paused engine is taken back
 RETRY_AFTER = {429: {"retry-after": "1"}, 503: {"retry-after": "5"}}
@@ -385,7 +384,10 @@ class Gateway:
         self.note_endings()
         self.set(rollout, agent_over=1)
         self.db.commit()
-        tasks = [call.task for call in self.calls.get((rollout, attempt), ())]
+        await self.cancel(self.calls.get((rollout, attempt), ()))
+
+    async def cancel(self, calls: Iterable[Call]) -> None:
+        tasks = [call.task for call in calls]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -470,8 +472,9 @@ class Gateway:
     async def state(self, request: Request, /) -> JSON:
         count = dict(self.db.execute("SELECT status, count(*) FROM rollouts GROUP BY status").fetchall())
         paused, in_flight = self.engine.hold["paused"], len(self.engine.in_flight)
+        held = sum(map(len, self.calls.values())) - in_flight if paused else 0
         return {"paused": paused, "version": self.engine.hold["version"], "in_flight": in_flight,
-                "held": self.open_calls() - in_flight if paused else 0, "held_seconds": self.engine.held_seconds(),
+                "held": held, "held_seconds": self.engine.held_seconds(),
                 "queued": count.pop("queued", 0), "running": count.pop("running", 0), "finished": sum(count.values()),
                 "counts": dict(self.db.execute("SELECT name, n FROM counts ORDER BY name").fetchall())}
 
@@ -508,7 +511,7 @@ class Gateway:
         while address:
             if address not in seen:
                 row = self.db.execute("SELECT before, data FROM messages WHERE hash = ?", (address,)).fetchone()
-                seen[address] = (row["before"], orjson.loads(zlib.decompress(row["data"])))
+                seen[address] = row["before"], loaded(row["data"])
             address, message = seen[address]
             messages.append(message)
         return messages[::-1]
@@ -545,7 +548,8 @@ class Gateway:
             attempt = Attempt()
             attempt.calls = self.rollout(owner[0])["calls"]
             for turn, ids in self.sequences(*owner):
-                attempt.add(turn["index"], ids, turn["meaning"], turn["opening"], turn["digest"])
+                place = attempt.parent(ids)
+                attempt.add(turn["index"], ids, place, turn["meaning"], turn["opening"], turn["digest"])
             self.attempts[owner] = attempt
         return self.attempts[owner]
 
@@ -556,10 +560,11 @@ class Gateway:
         attempt, heard = self.attempt(call.owner), call.addresses and call.message
         meaning = address(call.addresses[-1], call.message) if heard else None
         ids = call.prompt + array("i", call.ids).tobytes()
-        shared, whole, parent = attempt.parent(ids)
-        index, logged = attempt.turns, 0
         if call.turn:
             index, parent, shared, logged = call.turn
+        else:
+            place = shared, whole, parent = attempt.parent(ids)
+            index, logged = attempt.turns, 0
         with self.db:
             self.note_endings()
             if not call.turn:
@@ -584,7 +589,7 @@ class Gateway:
         if call.turn:
             attempt.replies[meaning] = index
         else:
-            attempt.add(index, ids, meaning, call.opening, call.digest)
+            attempt.add(index, ids, place, meaning, call.opening, call.digest)
         call.turn = index, parent, shared, len(call.ids)
 
     def note_endings(self) -> None:
@@ -792,9 +797,6 @@ class Gateway:
         if call.turn:
             self.endings.append((status, error, *call.owner, call.turn[0]))
 
-    def open_calls(self) -> int:
-        return sum(map(len, self.calls.values()))
-
     def ended(self, call: Call) -> None:
         """The task is done. Without a reader the call waits out its grace time."""
         call.notify()
@@ -966,22 +968,20 @@ def create_app(settings: GatewaySettings) -> Callable[..., Awaitable[None]]:
         async with aiohttp.ClientSession(headers=g.engine.headers, connector=pool, timeout=limits,
                                          read_bufsize=2**20) as g.engine.http:
             yield
-            tasks = [call.task for calls in g.calls.values() for call in calls]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await g.cancel(call for calls in g.calls.values() for call in calls)
         g.db.close()
+
+    handlers = {**dict.fromkeys(DIALECTS, g.call), "/v1/messages/count_tokens": g.count_tokens}
 
     async def calls(scope: Any, receive: Any, send: Any) -> None:
         """Model calls go straight to their handler: the way through all layers would be a tenth of their cost."""
         path = scope.get("path", "")
-        if path not in DIALECTS and path != "/v1/messages/count_tokens" or scope.get("method") != "POST":
+        if path not in handlers or scope.get("method") != "POST":
             return await app(scope, receive, send)
         request = Request(scope, receive)
         try:
             g.authenticate(request)  # nobody else may send megabytes; the handler looks closer
-            handler = g.call if path in DIALECTS else g.count_tokens
-            response = await handler(request, await read(request, settings.max_body))
+            response = await handlers[path](request, await read(request, settings.max_body))
         except Exception as error:  # the boundary of one request
             response = await failed(request, error)
         await response(scope, receive, send)

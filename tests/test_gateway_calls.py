@@ -19,7 +19,7 @@ import openai
 import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from test_gateway import EOS, ScriptedEngine, Server, ask, sdk
+from test_gateway import EOS, ScriptedEngine, Server, ask, engine, sdk  # noqa: F401  the fixture
 from tokenizers import Tokenizer, decoders, models
 
 from calls import Attempt, Text, Vocabulary, address
@@ -39,17 +39,17 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def engine() -> Iterator[ScriptedEngine]:
-    engine = ScriptedEngine()
-    yield engine
-    engine.stop()
-
-
-@pytest.fixture
 def server(tmp_path: Path, engine: ScriptedEngine, words: Path) -> Iterator[Server]:
     server = Server(tmp_path, f"http://127.0.0.1:{engine.port}", grace=0.5, tokenizer=str(words), max_open_calls=4)
     yield server
     server.kill()
+
+
+@pytest.fixture
+def process(tmp_path: Path, engine: ScriptedEngine) -> Iterator[Server]:
+    process = Server(tmp_path, f"http://127.0.0.1:{engine.port}", process=True)
+    yield process
+    process.kill()
 
 
 def leave(server: Server, key: str, after: float, **body: Any) -> None:
@@ -118,19 +118,15 @@ def test_a_reply_nobody_came_back_for_is_not_trained(server: Server, engine: Scr
     assert turn["response_ids"][-1] == EOS and assemble([Turn.from_record(turn)])[1]["undelivered"] == 1
 
 
-def test_a_retry_replays_and_a_new_request_samples(tmp_path: Path, engine: ScriptedEngine) -> None:
-    server = Server(tmp_path, f"http://127.0.0.1:{engine.port}", process=True)
-    try:
-        (rollout,) = server.run("g")
-        client = server.client(rollout["agent_key"])
-        first = client.post(CHAT, json=HI).json()
-        assert client.post(CHAT, json=HI, headers=RETRY).json() == first and len(server.turns("g.0")) == 1
-        server.kill()
-        server.start()
-        assert client.post(CHAT, json=HI, headers=RETRY).json() == first and len(server.turns("g.0")) == 1
-        assert client.post(CHAT, json=HI).json()["id"] != first["id"] and len(server.turns("g.0")) == 2
-    finally:
-        server.kill()
+def test_a_retry_replays_and_a_new_request_samples(process: Server) -> None:
+    (rollout,) = process.run("g")
+    client = process.client(rollout["agent_key"])
+    first = client.post(CHAT, json=HI).json()
+    assert client.post(CHAT, json=HI, headers=RETRY).json() == first and len(process.turns("g.0")) == 1
+    process.kill()
+    process.start()
+    assert client.post(CHAT, json=HI, headers=RETRY).json() == first and len(process.turns("g.0")) == 1
+    assert client.post(CHAT, json=HI).json()["id"] != first["id"] and len(process.turns("g.0")) == 2
 
 
 def test_a_stray_role_does_not_make_requests_equal(server: Server) -> None:
@@ -156,23 +152,19 @@ def test_equal_meaning_is_not_the_same_reply(server: Server, engine: ScriptedEng
     assert replies == ["call_0", "call_1"]
 
 
-def test_after_a_crash_what_nothing_continued_is_replayed_once(tmp_path: Path, engine: ScriptedEngine) -> None:
+def test_after_a_crash_what_nothing_continued_is_replayed_once(process: Server, tmp_path: Path) -> None:
     """The turn is logged, its reply was never written: the next such request gets it, and the one after it does not."""
-    server = Server(tmp_path, f"http://127.0.0.1:{engine.port}", process=True)
-    try:
-        (rollout,) = server.run("g")
-        client = server.client(rollout["agent_key"])
-        first = client.post(CHAT, json=HI).json()
-        server.kill()
-        with sqlite3.connect(tmp_path / "gateway.sqlite") as log:  # as the crash before the last byte leaves it
-            log.execute("UPDATE turns SET status = 'ok'")
-        log.close()
-        server.start()
-        assert client.post(CHAT, json=HI).json() == first
-        assert client.post(CHAT, json=HI).json() != first
-        assert [turn["status"] for turn in server.turns("g.0")] == ["delivered", "delivered"]
-    finally:
-        server.kill()
+    (rollout,) = process.run("g")
+    client = process.client(rollout["agent_key"])
+    first = client.post(CHAT, json=HI).json()
+    process.kill()
+    with sqlite3.connect(tmp_path / "gateway.sqlite") as log:  # as the crash before the last byte leaves it
+        log.execute("UPDATE turns SET status = 'ok'")
+    log.close()
+    process.start()
+    assert client.post(CHAT, json=HI).json() == first
+    assert client.post(CHAT, json=HI).json() != first
+    assert [turn["status"] for turn in process.turns("g.0")] == ["delivered", "delivered"]
 
 
 def test_a_retry_beside_its_own_open_call_joins_and_a_parallel_sample_does_not(server: Server, engine: ScriptedEngine) -> None:
@@ -316,7 +308,8 @@ def history(mode: str, prompt: list[int], messages: list[dict]) -> tuple[list[in
     """A prompt after one turn: [q <eot>] -> [he llo <eot>], the message "hello"."""
     attempt, addresses = Attempt(), [address(b"", FIRST)]
     reply = address(addresses[0], {"role": "assistant", "content": "hello", "reasoning": "hm", "tool_calls": []})
-    attempt.add(0, b"".join(i.to_bytes(4, "little") for i in [1, 2, 3, 4, 2]), reply, addresses[0], b"")
+    known = array("i", [1, 2, 3, 4, 2]).tobytes()
+    attempt.add(0, known, attempt.parent(known), reply, addresses[0], b"")
     now = []
     for message in messages:
         now.append(address(now[-1] if now else b"", message))
@@ -388,35 +381,31 @@ def test_held_calls_hear_something_in_their_dialect(tmp_path: Path, engine: Scri
         server.kill()
 
 
-def test_1000_held_streams_and_the_trainer_is_answered(tmp_path: Path, engine: ScriptedEngine) -> None:
-    server = Server(tmp_path, f"http://127.0.0.1:{engine.port}", process=True)
-    try:
-        keys = [rollout["agent_key"] for rollout in server.run("g", n=20)]
-        server.post("/pause", lease=600)
+def test_1000_held_streams_and_the_trainer_is_answered(process: Server) -> None:
+    keys = [rollout["agent_key"] for rollout in process.run("g", n=20)]
+    process.post("/pause", lease=600)
 
-        async def stream(session: aiohttp.ClientSession, key: str) -> str:
-            headers = {"Authorization": f"Bearer {key}"}
-            async with session.post(server.url + CHAT, json=HI | {"stream": True}, headers=headers) as reply:
-                return await reply.text()
+    async def stream(session: aiohttp.ClientSession, key: str) -> str:
+        headers = {"Authorization": f"Bearer {key}"}
+        async with session.post(process.url + CHAT, json=HI | {"stream": True}, headers=headers) as reply:
+            return await reply.text()
 
-        async def main() -> tuple[float, list[str]]:
-            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-                streams = [asyncio.create_task(stream(session, keys[i % 20])) for i in range(1000)]
-                await asyncio.to_thread(server.wait, held=1000)
-                slowest = 0.0
-                for path in ("/lease", "/pause") * 3:
-                    started = time.monotonic()
-                    await asyncio.to_thread(server.post, path, lease=600)
-                    await asyncio.to_thread(server.get, "/state")
-                    slowest = max(slowest, time.monotonic() - started)
-                await asyncio.to_thread(server.post, "/resume", version=1)
-                return slowest, await asyncio.gather(*streams)
+    async def main() -> tuple[float, list[str]]:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+            streams = [asyncio.create_task(stream(session, keys[i % 20])) for i in range(1000)]
+            await asyncio.to_thread(process.wait, held=1000)
+            slowest = 0.0
+            for path in ("/lease", "/pause") * 3:
+                started = time.monotonic()
+                await asyncio.to_thread(process.post, path, lease=600)
+                await asyncio.to_thread(process.get, "/state")
+                slowest = max(slowest, time.monotonic() - started)
+            await asyncio.to_thread(process.post, "/resume", version=1)
+            return slowest, await asyncio.gather(*streams)
 
-        slowest, replies = asyncio.run(main())
-        assert slowest < 1 and all(reply.endswith("data: [DONE]\n\n") for reply in replies)
-        assert server.get("/state")["counts"]["call_ok"] == 1000
-    finally:
-        server.kill()
+    slowest, replies = asyncio.run(main())
+    assert slowest < 1 and all(reply.endswith("data: [DONE]\n\n") for reply in replies)
+    assert process.get("/state")["counts"]["call_ok"] == 1000
 
 
 def test_a_plain_reply_that_was_begun_and_fails_breaks_off(tmp_path: Path, engine: ScriptedEngine) -> None:
@@ -439,29 +428,25 @@ def test_a_plain_reply_that_was_begun_and_fails_breaks_off(tmp_path: Path, engin
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_full_disk_is_a_503_and_leaves_no_half_turn(tmp_path: Path, engine: ScriptedEngine, stream: bool) -> None:
-    server = Server(tmp_path, f"http://127.0.0.1:{engine.port}", process=True)
-    try:
-        (rollout,) = server.run("g")
-        client, engine.context = sdk(server, rollout["agent_key"]), 100_000
-        ask(client, "before")
-        size = max(file.stat().st_size for file in tmp_path.iterdir())
-        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))  # no room for more
-        for _ in range(3):
-            with pytest.raises(openai.APIError) as error:  # a stream that had begun ends in its dialect's error
-                list(ask(client, "x" * 20_000, stream=stream))
-            assert "log cannot be written" in str(error.value)
-            assert stream or error.value.status_code == 503 and error.value.code == "store_unavailable"
-        assert server.admin.get("/health").status_code == 200
-        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        ask(client, "after")
-        server.kill()
-        server.start()
-        assert [turn["messages"][0]["content"] for turn in server.turns("g.0")] == ["before", "after"]
-        assert sqlite3.connect(f"file:{tmp_path}/gateway.sqlite?immutable=1", uri=True).execute(
-            "PRAGMA integrity_check").fetchone() == ("ok",)
-    finally:
-        server.kill()
+def test_a_full_disk_is_a_503_and_leaves_no_half_turn(process: Server, tmp_path: Path, engine: ScriptedEngine, stream: bool) -> None:
+    (rollout,) = process.run("g")
+    client, engine.context = sdk(process, rollout["agent_key"]), 100_000
+    ask(client, "before")
+    size = max(file.stat().st_size for file in tmp_path.iterdir())
+    resource.prlimit(process.process.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))  # no room for more
+    for _ in range(3):
+        with pytest.raises(openai.APIError) as error:  # a stream that had begun ends in its dialect's error
+            list(ask(client, "x" * 20_000, stream=stream))
+        assert "log cannot be written" in str(error.value)
+        assert stream or error.value.status_code == 503 and error.value.code == "store_unavailable"
+    assert process.admin.get("/health").status_code == 200
+    resource.prlimit(process.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    ask(client, "after")
+    process.kill()
+    process.start()
+    assert [turn["messages"][0]["content"] for turn in process.turns("g.0")] == ["before", "after"]
+    assert sqlite3.connect(f"file:{tmp_path}/gateway.sqlite?immutable=1", uri=True).execute(
+        "PRAGMA integrity_check").fetchone() == ("ok",)
 
 
 def test_64k_tokens_are_read_in_50_ms(server: Server, engine: ScriptedEngine) -> None:
