@@ -122,9 +122,13 @@ class Config:
     max_grad_norm: float = 1.0
     """Gradients are clipped to this norm."""
     micro_batch_tokens: int = 16384
-    """Tokens (padding included) of one forward and backward pass. Gradients do not depend on it."""
+    """Tokens (padding included) of one forward and backward pass of a rank. Gradients do not depend on it."""
+    activation_checkpointing: Literal["auto", "on", "off"] = "auto"
+    """Compute activations again in the backward instead of keeping them. auto: on a GPU."""
 
     # --- processes
+    ranks: int = 0
+    """Trainer processes that the model is sharded over (FSDP2). 0: one for each visible GPU; torchrun sets its own."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the trainer and the embedded engine compute."""
     threads: int = 0
@@ -181,7 +185,7 @@ class Config:
             max_staleness"
         for setting in positive.split():
             need(getattr(self, setting) > 0, setting, "must be greater than 0")
-        for setting in "max_refills eval_every eval_tasks kl_coef lr_warmup_steps weight_decay threads \
+        for setting in "ranks max_refills eval_every eval_tasks kl_coef lr_warmup_steps weight_decay threads \
                 checkpoint_every clip_low clip_high eval_temperature".split():
             need(getattr(self, setting) >= 0, setting, "must not be negative")
         need(bool(re.fullmatch(r"[A-Za-z0-9_.-]{1,80}", self.name)) and self.name not in (".", ".."), "name",
@@ -241,6 +245,8 @@ def parse(config_class: type[T], args: list[str] | None = None) -> T:
     """The command line as a validated config. A bad setting ends the program with one line and exit status 2."""
     import tyro
 
+    if int(os.environ.get("RANK", 0)) > 0:  # torchrun: only its rank 0 runs the recipe, the others follow it
+        os.execv(sys.executable, [sys.executable, str(Path(__file__).with_name("trainer.py"))])
     config = tyro.cli(config_class, args=args, description=sys.modules[config_class.__module__].__doc__)
     try:
         config.validate()

@@ -12,32 +12,41 @@ Left out so far: several ranks (FSDP2), packing without padding, offload. One pr
 """
 
 import contextlib
-import copy
+import ctypes
 import dataclasses
+import functools
+import heapq
 import json
 import os
 import random
+import resource
 import shutil
-import threading
+import signal
 import sys
+import threading
 import time
+import warnings
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import httpx
 import torch
-import torch.utils.checkpoint
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from advantage import group_advantages, policy_loss, summarize, token_weights
 from config import Config, make_key, read_secret
 from scheduler import Group, Scheduler, task_order
 from trajectory import Sample, Turn, assemble
-from vllm_control import HERE, Children, Engine, free_port, healthy, start_engine
+from vllm_control import HERE, PROBE, RESTARTS, Children, Engines, free_port, healthy, push_weights
 
-CHUNK_LOGITS = 2**26  # float32 logits of one chunk: 256 MB
+CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**28}  # float32 logits of one chunk: 64 MB, 1 GB
+PACKABLE = {"full_attention", "sliding_attention"}  # layers that keep rows apart in one sequence
 
 
 class Gateway:
@@ -91,71 +100,240 @@ class Gateway:
         self.call("POST", "/resume", {"version": self.version})
 
 
-class Policy:
-    """The trained model with its optimizer, in float32 (GPU: bfloat16 compute by autocast)."""
+class Ranks:
+    """The processes that train together. Rank 0 alone runs `fit`; the others `follow` its calls of Policy's methods.
 
-    def __init__(self, config: Config, directory: str) -> None:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+    Three groups: the default one computes (NCCL for GPU tensors, gloo for CPU tensors); `waiting` carries rank 0's
+    calls, and its time-out outlasts any rollout; `saving` belongs to the thread that writes checkpoints.
+    """
+
+    def __init__(self, address: str = "", rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size, cuda = rank, size, torch.cuda.is_available()
+        self.waiting = self.saving = None
+        if cuda:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
+        if (size > 1 or cuda) and not dist.is_initialized():
+            meet = {"init_method": address} if address else {"store": dist.HashStore()}
+            dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=rank, world_size=size, **meet)
+        if size > 1:
+            self.waiting = dist.new_group(backend="gloo", timeout=timedelta(days=30))
+            self.saving = dist.new_group(backend="gloo", timeout=timedelta(hours=2))
+
+    def broadcast(self, message: Any = None) -> Any:
+        """Rank 0's message, on all ranks."""
+        box = [message]
+        if self.size > 1:
+            dist.broadcast_object_list(box, src=0, group=self.waiting)
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, on all ranks."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value, group=self.waiting)
+        return values
+
+    def close(self) -> None:
+        """Ends the others' `follow`, and the groups."""
+        if self.size > 1:
+            self.broadcast()
+            dist.destroy_process_group()
+
+
+def start_ranks(config: Config, children: Children) -> Ranks:
+    """Rank 0 of the run: under torchrun of those that it started, else of --ranks processes on this machine."""
+    if "WORLD_SIZE" in os.environ:
+        return Ranks("env://", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    size = config.ranks or (torch.cuda.device_count() if config.device != "cpu" else 0) or 1
+    if size == 1:
+        return Ranks()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    address = f"tcp://127.0.0.1:{free_port()}"
+    for rank in range(1, size):
+        children.start(f"rank{rank}", [str(HERE / "trainer.py"), address, str(rank), str(size)])
+    threading.Thread(target=watch_ranks, args=(children, size), daemon=True).start()
+    return Ranks(address, 0, size)
+
+
+def watch_ranks(children: Children, size: int) -> None:
+    """Ends the run when a rank has died: whoever waits for it in a collective operation might wait for ever."""
+    ranks = [children.children[f"rank{rank}"] for rank in range(1, size)]
+    while all(child.process.poll() is None for child in ranks):
+        time.sleep(0.5)
+    dead = next(child for child in ranks if child.process.poll() is not None)
+    if dead.process.returncode and children.children:  # it neither ended as asked nor was ended with the run
+        print(f"error: {dead.name} of the trainer ended with status {dead.process.returncode}; the end of its output "
+              f"({dead.log}):\n  {dead.last_words()}", file=sys.stderr, flush=True)
+        children.end()
+        os._exit(1)
+
+
+def follow(address: str, rank: int, size: int) -> None:
+    """What the ranks after the first do: the calls that rank 0 makes, until it says that there are no more."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: not to outlive whoever started this
+    ranks = Ranks(address, rank, size)
+    policy: Policy | None = None
+    while call := ranks.broadcast():
+        name, arguments = call
+        if name == "Policy":
+            policy = Policy(*arguments, ranks)
+        else:
+            getattr(policy, name)(*arguments)
+    if policy:
+        policy.finish_saving()
+
+
+def on_all_ranks(method: Callable) -> Callable:
+    """A method of Policy that runs on every rank, with the same arguments, when rank 0 calls it."""
+    @functools.wraps(method)
+    def call(policy: "Policy", *arguments: Any) -> Any:
+        if policy.ranks.rank == 0:
+            policy.ranks.broadcast((method.__name__, arguments))
+        return method(policy, *arguments)
+    return call
+
+
+class Scorer(torch.nn.Module):
+    """The model with the log-probs as its output, so that FSDP has the output layer at hand where they are taken."""
+
+    def __init__(self, model: torch.nn.Module, temperature: float) -> None:
+        super().__init__()
+        self.model, self.temperature = model, temperature
+
+    def forward(self, ids: torch.Tensor, at: torch.Tensor, targets: torch.Tensor | None,
+                packing: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
+        """`at` [N]: places in `ids`, flattened, of the state before each trained token; `targets` [N]: that token.
+        Without targets: the log-probs of all tokens at temperature 1 there, [N, V]."""
+        hidden = self.model.base_model(input_ids=ids, use_cache=False, **packing).last_hidden_state
+        if targets is None:
+            return self.model.get_output_embeddings()(hidden.flatten(0, 1)[at]).float().log_softmax(-1)
+        return chunked_logprobs(hidden.flatten(0, 1)[at], targets, self.model.get_output_embeddings(), self.temperature)
+
+
+def load_scorer(directory: str, config: Config, device: torch.device, sharded: bool) -> Scorer:
+    """The model of a directory in float32, its blocks and the rest sharded over the ranks (GPU: bfloat16 compute)."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+    AttentionInterface.register("packed_rows", packed_attention)
+    shape = AutoConfig.from_pretrained(directory)
+    if getattr(shape.get_text_config(), "attention_dropout", 0):
+        shape.get_text_config().attention_dropout = 0.0  # the sampler has no dropout either
+    model = AutoModelForCausalLM.from_pretrained(directory, config=shape, dtype=torch.float32).train()
+    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
+        if getattr(model.config, name, None) not in (None, 1, 1.0):
+            raise ValueError(f"--model {directory!r} sets {name}, which the trainer's log-probs do not apply")
+    kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
+    if model._supports_attention_backend and not model._is_stateful and kinds <= PACKABLE:
+        model.set_attn_implementation("packed_rows")
+    if config.activation_checkpointing == "on" or config.activation_checkpointing == "auto" and device.type == "cuda":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    scorer = Scorer(model, config.temperature)
+    if sharded:
+        precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if device.type == "cuda" else None
+        options = {"mesh": init_device_mesh(device.type, (dist.get_world_size(),)),
+                   **({"mp_policy": precision} if precision else {})}
+        for block in model.base_model.layers:
+            fully_shard(block, **options)
+        fully_shard(scorer, reshard_after_forward=False, **options)
+    return scorer
+
+
+def load_tokenizer(directory: str) -> Any:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    if not tokenizer.chat_template:
+        raise ValueError(f"--model {directory!r} has no chat template (tokenizer_config.json or chat_template.jinja): "
+                         "use an instruct model, or put the template of the format it was trained with there")
+    return tokenizer
+
+
+class Policy:
+    """The trained model with its optimizer: float32 masters, sharded over the ranks."""
+
+    def __init__(self, config: Config, directory: str, ranks: Ranks | None = None) -> None:
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        if config.device == "auto":
-            self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        else:
-            self.device = torch.device(config.device)
-        torch.set_num_threads(config.threads or os.cpu_count() or 1)
+        self.config, self.ranks = config, ranks or Ranks()
+        if self.ranks.rank == 0:  # the others do not know the recipe's own settings
+            plain = Config(**{field.name: getattr(config, field.name) for field in dataclasses.fields(Config)})
+            self.ranks.broadcast(("Policy", (plain, directory)))
+        self.device = torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
+        torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // self.ranks.size))
         torch.manual_seed(config.seed)
-        self.config = config
-        self.tokenizer = AutoTokenizer.from_pretrained(directory)
-        if not self.tokenizer.chat_template:
-            raise ValueError(f"--model {directory!r} has no chat template (tokenizer_config.json or "
-                             "chat_template.jinja): use an instruct model, or put the template "
-                             "of the format it was trained with there")
-        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(self.device)
-        for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-            if getattr(self.model.config, name, None) not in (None, 1, 1.0):
-                raise ValueError(f"--model {directory!r} sets {name}, which the trainer's log-probs do not apply")
-        self.reference = copy.deepcopy(self.model).requires_grad_(False) if config.kl_coef else None
-        if getattr(self.model.config, "attention_dropout", 0):
-            self.model.eval()  # the sampler has no dropout either
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.lr, weight_decay=config.weight_decay,
+        self.tokenizer = load_tokenizer(directory)
+        sharded = self.ranks.size > 1 or self.device.type == "cuda"
+        self.scorer = load_scorer(directory, config, self.device, sharded)
+        self.model = self.scorer.model
+        self.packs = self.model.config._attn_implementation == "packed_rows"
+        self.reference = None
+        if config.kl_coef:  # always the starting model, in a resumed run too
+            self.reference = load_scorer(config.model, config, self.device, sharded).requires_grad_(False)
+        # The optimizer knows each rank's own part as a plain tensor, which shares its memory with the model's.
+        self.shards = {name: local(p).detach() for name, p in self.model.named_parameters()}
+        self.optimizer = torch.optim.AdamW(self.shards.values(), lr=config.lr, weight_decay=config.weight_decay,
                                            betas=(config.adam_beta1, config.adam_beta2), fused=True)
+        for shard in self.shards.values():  # made now, so that what is moved, saved and loaded is always the same
+            self.optimizer.state[shard] = {"step": torch.zeros((), device=self.device),
+                                           "exp_avg": torch.zeros_like(shard), "exp_avg_sq": torch.zeros_like(shard)}
+        states = [value for state in self.optimizer.state.values() for value in state.values() if value.dim()]
+        frozen = [local(p).detach() for p in self.reference.parameters()] if self.reference else []
+        self.moved = Offload([*self.shards.values(), *states, *frozen]) if self.device.type == "cuda" else None
+        self.engines: Engines | None = None  # which rank 0 speaks to
+        self.pushed: dict[str, torch.Tensor] = {}  # bfloat16 shards that stay on the GPU until they are pushed
+        self.writer, self.written = ThreadPoolExecutor(1), Future()
+        self.written.set_result(None)
 
-    def logprobs(self, rows: list[Sample], model: torch.nn.Module | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs at the sampling temperature and entropies of the rows' trained tokens, row after row: [N], [N]."""
-        model = model or self.model
-        length = max(len(row.ids) for row in rows)
-        ids = torch.tensor([row.ids + [0] * (length - len(row.ids)) for row in rows])  # (S, T)
-        real = torch.tensor([[1] * len(row.ids) + [0] * (length - len(row.ids)) for row in rows])
-        trained = torch.tensor([row.mask + [False] * (length - len(row.ids)) for row in rows])
-        ids, real, trained = ids.to(self.device), real.to(self.device), trained.to(self.device)
-        with torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda"):
-            hidden = model.base_model(input_ids=ids, attention_mask=real, use_cache=False).last_hidden_state
-            predicts = hidden[:, :-1][trained[:, 1:]]  # (N, D): the state before each trained token
-            head = model.get_output_embeddings()
-            return chunked_logprobs(predicts, ids[:, 1:][trained[:, 1:]], head, self.config.temperature)
+    def logprobs(self, rows: list[Sample], scorer: Scorer | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs at the sampling temperature and entropies of the rows' trained tokens, row after row: [N], [N].
 
-    def micro_batches(self, rows: list[Sample]) -> list[list[int]]:
-        """Indices of rows, longest first, in batches of at most `micro_batch_tokens` tokens with their padding."""
-        batches: list[list[int]] = []
-        for i in sorted(range(len(rows)), key=lambda i: -len(rows[i].ids)):
-            if batches and len(rows[batches[-1][0]].ids) * (len(batches[-1]) + 1) <= self.config.micro_batch_tokens:
-                batches[-1].append(i)
-            else:
-                batches.append([i])
-        return batches
+        Rows are laid one after the other where attention can keep them apart, else padded: the state of a recurrent
+        layer would leak into the next row. What pads comes after the row, so that nothing before it reads it.
+        """
+        lengths, packing = [len(row.ids) for row in rows], {}
+        width = 0 if self.packs else max(lengths)
+        ids = [token for row in rows for token in row.ids + [0] * (width - len(row.ids))]
+        starts = [i * width for i in range(len(rows))] if width else [0, *accumulate(lengths)][:-1]
+        at = torch.tensor([start + i - 1 for start, row in zip(starts, rows) for i, m in enumerate(row.mask) if m])
+        ids_1T = torch.tensor([ids], device=self.device)
+        if self.packs:
+            positions = torch.cat([torch.arange(length) for length in lengths])[None].to(self.device)
+            packing = {"position_ids": positions, "packed": Packed(lengths, self.device)}
+        at = at.to(self.device)
+        return (scorer or self.scorer)(ids_1T if self.packs else ids_1T.view(len(rows), width), at, ids_1T[0, at + 1],
+                                       packing)
+
+    def micro_batches(self, rows: list[Sample]) -> list[tuple[list[int], bool]]:
+        """This rank's micro-batches (indices of rows), as many as every other rank's, whose turns it shares. Where
+        there are too few rows, it runs a short one that does not count (False)."""
+        lengths = [len(row.ids) for row in rows]
+        batches = split_rows(lengths, self.ranks.size, self.config.micro_batch_tokens, self.packs)
+        spare = lengths.index(min(lengths))
+        return [(batch or [spare], bool(batch)) for batch in batches[self.ranks.rank::self.ranks.size]]
 
     @torch.no_grad()
-    def old_logprobs(self, rows: list[Sample]) -> list[torch.Tensor]:
-        """Log-probs of each row's trained tokens under the present weights, [T_row] for each row."""
+    def old_logprobs(self, rows: list[Sample]) -> dict[int, torch.Tensor]:
+        """Log-probs of the trained tokens of this rank's rows under the present weights, by index of the row."""
         old: dict[int, torch.Tensor] = {}
-        for batch in self.micro_batches(rows):
+        for batch, _ in self.micro_batches(rows):
             values = self.logprobs([rows[i] for i in batch])[0].split([rows[i].trained_tokens for i in batch])
             old.update(zip(batch, values))
-        return [old[i] for i in range(len(rows))]
+        return old
+
+    @on_all_ranks
+    def train(self, batches: list[tuple[list[Sample], list[float]]], step: int) -> list[dict[str, float]]:
+        """One optimizer step for each batch of (rows, advantage of each row); `step`: of the weights before it."""
+        rate = self.set_learning_rate(step + 1)
+        olds = [self.old_logprobs(rows) if len(batches) > 1 else None for rows, _ in batches]
+        return [self.update(rows, advantages, step, old) | {"lr": rate}
+                for (rows, advantages), old in zip(batches, olds)]
 
     def update(self, rows: list[Sample], advantages: list[float], version: int,
-               old: list[torch.Tensor] | None = None) -> dict[str, float]:
+               old: dict[int, torch.Tensor] | None = None) -> dict[str, float]:
         """One optimizer step on the rows of whole groups; returns metrics.
 
         `advantages` [S] is the one of each row's rollout, `version` the present weights' label. `old`
@@ -167,32 +345,49 @@ class Policy:
         weights = token_weights([row.trained_tokens for row in rows], [row.rollout for row in rows],
                                 c.loss_normalization, c.loss_horizon)
         parts = []
-        for batch in self.micro_batches(rows):
+        for batch, counts in self.micro_batches(rows):
             part = [rows[i] for i in batch]
+            reference = self._reference_logprobs(part)
+            logprobs, entropy = self.logprobs(part)
+            if not counts:
+                (logprobs.sum() * 0).backward()
+                continue
             row_of = torch.repeat_interleave(torch.tensor([row.trained_tokens for row in part])).to(on)  # [N]
             sampler = torch.tensor([x for row in part for x, m in zip(row.logprobs, row.mask) if m], device=on)
-            logprobs, entropy = self.logprobs(part)
             loss, metrics = policy_loss(
                 logprobs, logprobs.detach() if old is None else torch.cat([old[i] for i in batch]), sampler,
                 torch.tensor([advantages[i] for i in batch], device=on)[row_of], weights[batch].to(on)[row_of],
-                rows=row_of, ref_logprobs=self._reference_logprobs(part), ratio=c.ratio, clip_low=c.clip_low,
+                rows=row_of, ref_logprobs=reference, ratio=c.ratio, clip_low=c.clip_low,
                 clip_high=c.clip_high, dual_clip=c.dual_clip, importance=c.importance, importance_cap=c.importance_cap,
                 kl_coef=c.kl_coef)
-            loss.backward()
+            (loss * self.ranks.size).backward()  # FSDP averages the ranks' gradients
             # Trainer against sampler on unchanged weights: what is not 0 (ratio: 1) is a numerical or a plumbing error.
             same = torch.tensor([v == version for row in part for v, m in zip(row.versions, row.mask) if m], device=on)
             gap = (logprobs.detach() - sampler)[same]
             parts.append(metrics | {"loss": loss.detach(), "entropy_sum": entropy.sum(), "same_version": same.sum(),
                                     "ratio_sum": gap.exp().sum(),
                                     "logprob_gap_max": gap.abs().max() if len(gap) else same.sum()})
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), c.max_grad_norm)
-        if not torch.isfinite(norm):
-            raise RuntimeError(f"the gradient norm is {norm.item()}: no update was made")
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        result = summarize(parts) | {"grad_norm": norm.item()}
+        norm = self._step()
+        numbers = [{name: float(value) for name, value in part.items()} for part in parts]
+        result = summarize(part for rank in self.ranks.gather(numbers) for part in rank) | {"grad_norm": norm}
         result["ratio_mean"] *= result["tokens"] / max(result["same_version"], 1)
         return result
+
+    def _step(self) -> float:
+        """Clips the gradients and makes the optimizer step; returns their norm over all ranks."""
+        for shard, p in zip(self.shards.values(), self.model.parameters()):
+            shard.grad, p.grad = None if p.grad is None else local(p.grad), None
+        grads = [shard.grad for shard in self.shards.values() if shard.grad is not None]
+        square = torch.nn.utils.get_total_norm(grads).square()
+        if self.ranks.size > 1:
+            dist.all_reduce(square)
+        norm = square.sqrt()
+        if not torch.isfinite(norm):
+            raise RuntimeError(f"the gradient norm is {norm.item()}: no update was made")
+        torch.nn.utils.clip_grads_with_norm_(self.shards.values(), self.config.max_grad_norm, norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm.item()
 
     def _reference_logprobs(self, rows: list[Sample]) -> torch.Tensor | None:
         if self.reference is None:
@@ -210,46 +405,308 @@ class Policy:
             group["lr"] = rate
         return rate
 
+    @on_all_ranks
+    def to_device(self) -> None:
+        """The trainer's turn: weights and optimizer are on the GPU again."""
+        if self.moved:
+            self.moved.restore()
+
+    @on_all_ranks
+    def to_host(self) -> None:
+        """The engine's turn is next: only the bfloat16 shards to push stay on the GPU, until `free`."""
+        if self.moved:
+            self.scorer.reshard()
+            self.pushed = {name: p.detach().bfloat16() for name, p in self.model.named_parameters()}
+            self.moved.offload()
+
+    @on_all_ranks
+    def free(self) -> None:
+        self.pushed = {}
+        if self.moved:
+            torch.cuda.empty_cache()
+
+    @on_all_ranks
+    @torch.no_grad()
+    def probe(self) -> torch.Tensor:
+        """What the engines' log-probs are held against: those of all tokens after each prompt of PROBE, [8, V]."""
+        ids, length = torch.tensor(PROBE, device=self.device), len(PROBE[0])
+        ends = torch.arange(length - 1, ids.numel(), length, device=self.device)
+        packing = {}
+        if self.packs:
+            positions = torch.arange(ids.numel(), device=self.device)[None] % length
+            ids, packing = ids.view(1, -1), {"position_ids": positions,
+                                             "packed": Packed([length] * len(PROBE), self.device)}
+        return self.scorer(ids, ends, None, packing).cpu()
+
+    @on_all_ranks
+    def push(self, version: int) -> tuple[bool, dict[str, float]]:
+        """The weights to the engines, gathered tensor by tensor; whether all engines have them, and metrics."""
+        weights = lambda: ((name, self.pushed.get(name, p.detach()))  # noqa: E731
+                           for name, p in self.model.named_parameters())
+        return push_weights(self.engines, weights, version, self.config, self.device.type)
+
+    @on_all_ranks
+    def peak_memory(self) -> float:
+        """GB at most since the last call, of the GPU memory of any rank (CPU: of the process, since its start)."""
+        if self.device.type == "cpu":
+            return max(self.ranks.gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6))
+        peak = torch.cuda.max_memory_allocated() / 1e9
+        torch.cuda.reset_peak_memory_stats()
+        return max(self.ranks.gather(peak))
+
+    def gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, whole tensor), one at a time; all ranks must take part. A tied output layer is the
+        embedding, which is named once."""
+        for name, p in self.model.named_parameters():
+            tensor = self.pushed.get(name, p.detach())
+            yield name, (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).contiguous()
+
+    @on_all_ranks
     def weights(self) -> dict[str, torch.Tensor]:
-        """Tensors by their Hugging Face names for the engine; a tied output layer is the embedding, sent once."""
-        tied = set(self.model.all_tied_weights_keys) if self.model.config.tie_word_embeddings else set()
-        return {name: p.detach().contiguous() for name, p in self.model.state_dict().items() if name not in tied}
+        """Whole tensors for the engine by their Hugging Face names, in host memory, on rank 0."""
+        return {name: tensor.cpu() for name, tensor in self.gathered() if self.ranks.rank == 0}
 
-    def save(self, directory: Path, state: dict[str, Any]) -> None:
-        """Hugging Face export, optimizer, RNG and `state`, written aside and renamed: a kill leaves the older one."""
-        aside = directory.with_name(directory.name + ".writing")
-        shutil.rmtree(aside, ignore_errors=True)
-        self.model.save_pretrained(aside)
-        self.tokenizer.save_pretrained(aside)
-        rng = {"torch": torch.get_rng_state(), "python": random.getstate()}
-        torch.save({"optimizer": self.optimizer.state_dict(), "rng": rng, **state}, aside / "trainer.pt")
-        aside.rename(directory)
-
-    def load(self, directory: Path) -> dict[str, Any]:
-        """Optimizer and RNG of a checkpoint, whose weights the constructor loaded; returns the rest of its state."""
-        state = torch.load(directory / "trainer.pt", map_location="cpu", weights_only=False)
-        self.optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["rng"]["torch"])
-        random.setstate(state["rng"]["python"])
+    def _state(self) -> dict[str, torch.Tensor]:
+        """Copies in host memory of weights and moments, as parts of their whole (DTensor) where there are ranks."""
+        state = {}
+        for (name, shard), p in zip(self.shards.items(), self.model.parameters()):
+            for kind, tensor in {"weight": shard, **self.optimizer.state[shard]}.items():
+                if kind == "step":
+                    continue
+                copied = (self.moved.content(tensor) if self.moved else tensor).cpu().clone()
+                if isinstance(p, DTensor):
+                    copied = DTensor.from_local(copied, self.cpu_mesh, p.placements, run_check=False, shape=p.shape,
+                                                stride=p.stride())
+                state[f"{kind}.{name}"] = copied
         return state
+
+    @functools.cached_property
+    def cpu_mesh(self) -> Any:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        return init_device_mesh("cpu", (self.ranks.size,))
+
+    @on_all_ranks
+    def save(self, directory: Path, keep: int, extra: dict[str, Any]) -> None:
+        """Weights, optimizer, RNG and `extra` as a checkpoint, and a Hugging Face export beside them. They are copied
+        now and written in the background, aside, then renamed: a kill leaves the older one. `keep`: of the newest."""
+        self.finish_saving()
+        state, dtype = self._state(), torch.float32 if self.device.type == "cpu" else torch.bfloat16
+        export = {}
+        for name in self.shards:
+            weight = state[f"weight.{name}"]
+            whole = (weight.to(dtype).full_tensor() if isinstance(weight, DTensor) else weight)
+            export |= {name: whole} if self.ranks.rank == 0 else {}
+        rng = {"torch": torch.get_rng_state(), "python": random.getstate()}
+        steps = int(next(iter(self.optimizer.state.values()))["step"])
+        extra = {"rng": rng, "optimizer_steps": steps, **extra}
+        self.written = self.writer.submit(self._write, directory, keep, state, export, extra)
+
+    def _write(self, directory: Path, keep: int, state: dict, export: dict, extra: dict[str, Any]) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        aside = directory.with_name(directory.name + ".writing")
+        if self.ranks.rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+            self.model.save_pretrained(aside, state_dict=export)
+            self.tokenizer.save_pretrained(aside)
+        if self.ranks.size > 1:
+            dist.barrier(self.ranks.saving)
+        with warnings.catch_warnings(action="ignore"):  # "torch.distributed is uninitialized"
+            dcp.save(state, checkpoint_id=aside / "shards", process_group=self.ranks.saving, no_dist=not self.ranks.saving)
+        if self.ranks.rank == 0:  # whose save ends only when all ranks have written
+            torch.save(extra, aside / "trainer.pt")
+            aside.rename(directory)
+            for old in checkpoints(directory.parent)[:-keep]:
+                shutil.rmtree(old)
+
+    def finish_saving(self) -> None:
+        """Waits for the checkpoint that is being written; raises what went wrong with it."""
+        self.written.result()
+
+    @on_all_ranks
+    def load(self, directory: Path) -> dict[str, Any]:
+        """Weights, optimizer and RNG of a checkpoint, of however many ranks; returns the rest of its state."""
+        import torch.distributed.checkpoint as dcp
+
+        state = self._state()
+        with warnings.catch_warnings(action="ignore"):
+            dcp.load(state, checkpoint_id=directory / "shards", no_dist=self.ranks.size == 1)
+        extra = torch.load(directory / "trainer.pt", map_location="cpu", weights_only=False)
+        for name, shard in self.shards.items():
+            for kind, tensor in {"weight": shard, **self.optimizer.state[shard]}.items():
+                if kind == "step":
+                    tensor.fill_(extra["optimizer_steps"])
+                else:
+                    tensor.copy_(local(state[f"{kind}.{name}"]))
+        torch.set_rng_state(extra["rng"]["torch"])
+        random.setstate(extra["rng"]["python"])
+        return extra
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sharded tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Offload:
+    """Tensors whose memory is given back while someone else has the GPU; their content waits in (pinned) host memory.
+
+    Storages are emptied and filled in place, so that every tensor and view of them stays valid, those of FSDP too.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+        self.sizes = {key: storage.nbytes() for key, storage in self.storages.items()}
+        self.host: dict[int, torch.Tensor] = {}
+        self.away = False
+
+    def _bytes(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+    def content(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor's values, wherever they are."""
+        if not self.away:
+            return tensor
+        host = self.host[tensor.untyped_storage()._cdata].view(tensor.dtype)
+        return host.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def offload(self) -> None:
+        for key, storage in self.storages.items():
+            if key not in self.host:  # pinned once, for the run: pinning takes longer than copying
+                pin = storage.device.type == "cuda"
+                self.host[key] = torch.empty(self.sizes[key], dtype=torch.uint8, pin_memory=pin)
+            self.host[key].copy_(self._bytes(storage), non_blocking=True)
+        self._wait()
+        for storage in self.storages.values():
+            storage.resize_(0)
+        self.away = True
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def restore(self) -> None:
+        if self.away:
+            for key, storage in self.storages.items():
+                storage.resize_(self.sizes[key])
+                self._bytes(storage).copy_(self.host[key], non_blocking=True)
+            self._wait()
+            self.away = False
+
+    def _wait(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+
+def split_rows(lengths: list[int], ranks: int, budget: int, packed: bool) -> list[list[int]]:
+    """Indices of rows in micro-batches of at most `budget` tokens (`packed`: of their sum, else with their padding).
+
+    Their number is a multiple of `ranks` (some may be empty); neighbours, which ranks run at the same time, cost alike.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    if not packed:
+        batches: list[list[int]] = []
+        for i in order:
+            if batches and lengths[batches[-1][0]] * (len(batches[-1]) + 1) <= budget:
+                batches[-1].append(i)
+            else:
+                batches.append([i])
+        while len(batches) % ranks:
+            large = max(range(len(batches)), key=lambda b: len(batches[b]))
+            half = -(-len(batches[large]) // 2)
+            batches[large:large + 1] = [batches[large][:half], batches[large][half:]]
+            batches.sort(key=lambda batch: -len(batch) * lengths[batch[0]] if batch else 0)
+        return batches
+    count = -(-sum(lengths) // budget)
+    while True:  # the longest row first, each into the emptiest of a few bins
+        count = -(-count // ranks) * ranks
+        bins = [(0, b, []) for b in range(count)]
+        for i in order:
+            load, b, members = heapq.heappop(bins)
+            heapq.heappush(bins, (load + lengths[i], b, members + [i]))
+        if max(load for load, _, _ in bins) <= max(budget, lengths[order[0]]):
+            return [members for _, _, members in sorted(bins, key=lambda bin: -bin[0])]
+        count += 1
+
+
+class Packed:
+    """Where the rows of a packed sequence begin and end."""
+
+    def __init__(self, lengths: list[int], device: torch.device) -> None:
+        self.lengths, self.longest = lengths, max(lengths)
+        self.bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def packed_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None,
+                     scaling: float | None = None, sliding_window: int | None = None, packed: Packed | None = None,
+                     **rest: Any) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]; each row sees
+    itself alone. On a GPU one kernel for rows of any lengths, on a CPU row by row."""
+    if packed is None:  # padded rows
+        parts, rows = [(query, key, value)], [query.shape[2]]
+    elif query.is_cuda:
+        from torch.nn.attention.varlen import varlen_attn
+
+        q, k, v = (t[0].transpose(0, 1).contiguous() for t in (query, key, value))
+        window = (-1 if sliding_window is None else sliding_window - 1, 0)
+        return varlen_attn(q, k, v, packed.bounds, packed.bounds, packed.longest, packed.longest, scale=scaling,
+                           window_size=window, enable_gqa=True)[None], None
+    else:
+        rows = packed.lengths
+        parts = list(zip(*(t.split(rows, dim=2) for t in (query, key, value))))
+    out = []
+    for length, (q, k, v) in zip(rows, parts):
+        seen = None
+        if sliding_window is not None and sliding_window < length:
+            at = torch.arange(length, device=q.device)
+            seen = (at <= at[:, None]) & (at > at[:, None] - sliding_window)
+        out.append(torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=seen, is_causal=seen is None, scale=scaling, enable_gqa=True))
+    return torch.cat(out, dim=2).transpose(1, 2), None
+
+
+class ChunkedLogprobs(torch.autograd.Function):
+    """Log-probs and entropies with the logits of one chunk in memory at a time; the backward computes them again."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float,
+                size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs, entropies, norms = (torch.empty(len(targets), device=hidden.device) for _ in range(3))
+        for start in range(0, len(targets), size):
+            part = slice(start, start + size)
+            logits = (hidden[part] @ weight.t()).float().div_(temperature)  # (n, V)
+            norms[part] = logits.logsumexp(-1)
+            logits -= norms[part, None]
+            logprobs[part] = logits.gather(-1, targets[part, None])[:, 0]
+            entropies[part] = -(logits.exp() * logits).sum(-1)
+        ctx.save_for_backward(hidden, weight, targets, norms)
+        ctx.temperature, ctx.size = temperature, size
+        ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, targets, norms = ctx.saved_tensors
+        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+        for start in range(0, len(targets), ctx.size):
+            part = slice(start, start + ctx.size)
+            probs = (hidden[part] @ weight.t()).float().div_(ctx.temperature).sub_(norms[part, None]).exp_()
+            probs *= -grad[part, None] / ctx.temperature  # (n, V), the gradient of the logits from here on
+            probs.scatter_add_(-1, targets[part, None], grad[part, None] / ctx.temperature)
+            probs = probs.to(weight.dtype)
+            grad_hidden[part] = probs @ weight
+            grad_weight.addmm_(probs.t(), hidden[part])
+        return grad_hidden, grad_weight, None, None, None
 
 
 def chunked_logprobs(hidden: torch.Tensor, targets: torch.Tensor, head: torch.nn.Module,
                      temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs of `targets` [N] and entropies [N] from the states [N, D] before them, at `temperature`.
 
-    In chunks of at most CHUNK_LOGITS logits, recomputed in the backward: the extra memory is one chunk's.
+    In chunks of at most CHUNK_LOGITS logits, computed again in the backward: the extra memory is one chunk's.
     """
-    def chunk(hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs = torch.log_softmax(head(hidden).float() / temperature, dim=-1)  # (n, V)
-        return logprobs.gather(-1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1).detach()
-
-    size = max(1, CHUNK_LOGITS // head.weight.shape[0])
-    if len(targets) <= size:
-        return chunk(hidden, targets)
-    parts = [torch.utils.checkpoint.checkpoint(chunk, h, t, use_reentrant=False)
-             for h, t in zip(hidden.split(size), targets.split(size))]
-    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+    assert head.bias is None, "an output layer with a bias"
+    size = max(1, CHUNK_LOGITS[hidden.device.type] // head.weight.shape[0])
+    return ChunkedLogprobs.apply(hidden, head.weight, targets, temperature, size)
 
 
 class Log:
@@ -312,38 +769,38 @@ class Run:
         self.train_tasks, self.eval_tasks = train_tasks, eval_tasks[:config.eval_tasks or None]
         self.began = int(time.time())  # in the ids of evaluation groups: a resumed run does not meet the old ones
         self.seq = 0  # of the last finished rollout that was read
-        self.engine_restarts = 0
         self.records: list[dict] = []  # training rollouts that finished since the last step
         self.evaluated: list[dict] = []  # finished rollouts of the present evaluation
         self.seen_calls = False
         self.skipped = 0  # groups skipped up to the last step
 
-    def start_services(self, model: str, device: str) -> None:
-        """Engine, gateway, controller: those whose URLs are not given."""
+    def start_services(self, model: str) -> None:
+        """Engine and gateway, unless their URLs are given."""
         c, children = self.config, self.children
         secret_file = Path(c.secret_file or c.run_dir / "secret").absolute()
         key = make_key(read_secret(secret_file), "admin")
-        engine_key_file = c.run_dir.absolute() / "engine.key"
-        engine_url = c.engine_url or f"http://127.0.0.1:{c.engine_port or free_port()}"
-        self.engine = Engine(engine_url, read_secret(engine_key_file), c.run_dir.absolute() / "weights")
-        self.model, self.device = model, device
-        if not c.engine_url:
-            start_engine(children, c, model, engine_url, engine_key_file, self.device)
+        device = "cuda" if c.device != "cpu" and torch.cuda.is_available() else "cpu"
+        self.engines = Engines(c, model, device, children)
+        self.engines.start()
         gateway_url = c.gateway_url.rstrip("/") or f"http://127.0.0.1:{c.gateway_port or free_port()}"
         if not c.gateway_url:
             children.start("gateway", [
-                str(HERE / "gateway.py"), "--run-dir", str(c.run_dir.absolute()), "--engine-url", engine_url,
-                "--engine-key-file", str(engine_key_file), "--secret-file", str(secret_file), "--tokenizer", model,
-                "--history", c.history, "--port", gateway_url.rsplit(":", 1)[1], "--die-with-parent"])
+                str(HERE / "gateway.py"), "--run-dir", str(c.run_dir.absolute()), "--engine-url",
+                ",".join(self.engines.urls), "--engine-key-file", str(self.engines.key_file),
+                "--secret-file", str(secret_file), "--tokenizer", model, "--history", c.history, "--port", gateway_url.rsplit(":", 1)[1], "--die-with-parent"])
+        self.gateway, self.secret_file = Gateway(gateway_url, key), secret_file
+
+    def wait_for_services(self) -> None:
+        """Until they answer; then the controller starts."""
+        c, children, gateway_url = self.config, self.children, str(self.gateway.http.base_url).rstrip("/")
         children.wait_until(lambda: healthy(gateway_url), f"the gateway at {gateway_url}", 60)
-        children.wait_until(self.engine.ready, f"the engine at {engine_url}", 600)
-        self.gateway = Gateway(gateway_url, key)
+        self.engines.wait_ready()
         if c.start_controller:
             parts = [part for task in [*self.train_tasks, *self.eval_tasks] for part in
                      (task["agent"]["harness"], task["verifier"]["verify"]) if isinstance(part, str)]
             modules = ",".join(sorted({part.partition(":")[0] for part in parts}))
             children.start("controller", [
-                str(HERE / "controller.py"), "--gateway-url", gateway_url, "--secret-file", str(secret_file),
+                str(HERE / "controller.py"), "--gateway-url", gateway_url, "--secret-file", str(self.secret_file),
                 "--run-dir", str(c.run_dir.absolute()), "--max-running", str(c.max_running), "--preload", modules,
                 "--die-with-parent"])
 
@@ -385,8 +842,12 @@ class Run:
                 self.records.append(record)
         self._check_calls(page["rollouts"])
         self.children.check(but="engine")
-        if "engine" in self.children.children and self.children.children["engine"].process.poll() is not None:
-            self.revive_engine()
+        if self.engines.died():
+            with self.gateway.hold():
+                self.revive_engines()
+                self.switch_to_trainer()
+                self.policy.to_device()
+                self.hand_over(self.policy, self.gateway.version)
 
     def collect(self, step: int, training: bool) -> tuple[list[Group], str]:
         """Polls until there are groups to train and no evaluation runs (`training` false: only the latter)."""
@@ -417,7 +878,8 @@ class Run:
         result = {"reward_mean": sum(rewards) / max(len(rewards), 1), "rollouts": len(self.records),
                   "failed": sum(record["status"] == "failed" for record in self.records),
                   "groups_skipped": skipped - self.skipped,
-                  "engine_restarts": self.engine_restarts, **{f"total_{name}": n for name, n in sorted(totals.items())}}
+                  "engine_restarts": self.engines.restarts,
+                  **{f"total_{name}": n for name, n in sorted(totals.items())}}
         self.records, self.skipped = [], skipped
         return result
 
@@ -429,35 +891,32 @@ class Run:
                 "harness take its URL from OPENAI_BASE_URL or ANTHROPIC_BASE_URL? The last one: "
                 f"{self.records[-1]['status']}, {self.records[-1]['reason']}")
 
-    def revive_engine(self) -> None:
-        """Starts the engine again. It has the original weights then: calls are held until it has the current ones."""
-        self.engine_restarts += 1
-        if self.engine_restarts > 3:
-            self.children.check()
-        self.log.say(f"the engine ended; starting it again ({self.engine_restarts} of 3)")
-        with self.gateway.hold():
-            start_engine(self.children, self.config, self.model, self.engine.url,
-                         self.config.run_dir.absolute() / "engine.key", self.device)
-            self.children.wait_until(self.engine.ready, "the restarted engine", 600)
-            self.engine.push_again(self.gateway.version)
-            self.engine.resume()
-
-    def switch_to_trainer(self) -> None:
-        """Engine asleep, nothing in flight. To be called under `gateway.hold()`."""
-        self.engine.pause()
+    def switch_to_trainer(self) -> dict[str, float]:
+        """Engines asleep, nothing in flight. To be called under `gateway.hold()`."""
+        self.engines.pause()
         idle = lambda: self.gateway.call("GET", "/state")["in_flight"] == 0  # noqa: E731
-        self.children.wait_until(idle, "the last generation", 60)
-        self.engine.sleep()
+        self.children.wait_until(idle, "the last generation", 60, but="engine")
+        return self.engines.sleep()
 
-    def push(self, tensors: dict[str, torch.Tensor], version: int) -> None:
-        """The weights into the engine, which wakes."""
-        self.gateway.version = version
-        try:
-            self.engine.push(tensors, version)
-            self.engine.resume()
-        except httpx.TransportError:
-            self.children.check(but="engine")
-            self.revive_engine()
+    def hand_over(self, policy: Policy, version: int) -> dict[str, float]:
+        """The trainer's turn is over: its weights go to the sleeping engines, which wake. An engine that died in the
+        meantime is started again first, which takes the GPU free."""
+        self.policy, self.gateway.version = policy, version
+        policy.engines, probe = self.engines, policy.probe()
+        while True:
+            policy.to_host()
+            complete, metrics = policy.push(version)
+            policy.free()
+            if complete:
+                return metrics | self.engines.resume(version, probe)
+            self.revive_engines()
+            self.engines.sleep()
+            policy.to_device()
+
+    def revive_engines(self) -> None:
+        """They have the model's original weights then: calls must be held until they have the current ones."""
+        self.log.say(f"an engine ended; starting it again ({self.engines.restarts + 1} of {RESTARTS})")
+        self.engines.revive()
 
 
 def build_rows(run: Run, groups: list[Group]) -> tuple[list[Sample], list[float], Counter[str]]:
@@ -488,24 +947,29 @@ def fit(config: Config, train_tasks: list[dict], eval_tasks: list[dict], childre
     if not train_tasks:
         raise ValueError("there are no training tasks")
     checkpoint = newest_checkpoint(config)
-    policy = Policy(config, str(checkpoint or config.model))
     scheduler = Scheduler(groups_per_step=config.groups_per_step, rollouts_per_group=config.rollouts_per_group,
                           groups_in_flight=config.groups_in_flight, max_staleness=config.max_staleness,
                           max_refills=config.max_refills, group_timeout=config.group_timeout,
                           evaluation_timeout=config.group_timeout)
-    if checkpoint:
-        scheduler.load_state_dict(policy.load(checkpoint)["scheduler"])
-    step = scheduler.version  # one weight version a step
+    step = int(checkpoint.name.removeprefix("step-")) if checkpoint else 0  # one weight version a step
     with contextlib.ExitStack() as stack:
         log = Log(config, step)
         stack.callback(log.close)
         run = Run(config, train_tasks, eval_tasks, children, log, scheduler)
-        run.start_services(config.model, policy.device.type)
-        log.say(f"gateway {run.gateway.http.base_url}, engine {run.engine.url}, files in {config.run_dir}")
+        # The engine takes its part of the GPU first, and leaves it before the trainer comes.
+        run.start_services(config.model)
+        load_tokenizer(config.model)  # meanwhile
+        run.wait_for_services()
+        log.say(f"gateway {run.gateway.http.base_url}, engines {' '.join(run.engines.urls)}, "
+                f"files in {config.run_dir}")
         begun = time.monotonic()
         with run.gateway.hold():
-            run.engine.pause()
-            run.push(policy.weights(), step)
+            run.switch_to_trainer()
+            ranks = start_ranks(config, children)
+            policy = Policy(config, str(checkpoint or config.model), ranks)
+            if checkpoint:
+                scheduler.load_state_dict(policy.load(checkpoint)["scheduler"])
+            run.hand_over(policy, step)
         record: dict[str, Any] | None = None if checkpoint else {"step": 0}  # of the last step, until evaluated
         while True:
             # 1. Collect groups of finished rollouts; an evaluation of the present weights, if due, runs beside them.
@@ -516,6 +980,8 @@ def fit(config: Config, train_tasks: list[dict], eval_tasks: list[dict], childre
             if record is not None:
                 log.step(record | run.eval_metrics())
             if last:
+                policy.finish_saving()
+                ranks.close()
                 break
             if why:
                 log.say(why)
@@ -523,24 +989,24 @@ def fit(config: Config, train_tasks: list[dict], eval_tasks: list[dict], childre
             # 2. The trainer's turn: calls are held, the engine sleeps.
             updating, staleness = time.monotonic(), max(scheduler.staleness(group) for group in groups)
             with run.gateway.hold():
-                run.switch_to_trainer()
+                slept = run.switch_to_trainer()
                 scheduler.update_started(groups, updating)
 
                 # 3. Rows and advantages; one optimizer step for each mini-batch of whole groups.
                 parts = [groups[i::config.minibatches] for i in range(config.minibatches)]
                 batches = [build_rows(run, part) for part in parts if part]
-                learning_rate = policy.set_learning_rate(step + 1)
-                olds = [policy.old_logprobs(rows) if len(batches) > 1 and rows else None for rows, _, _ in batches]
-                updates = [policy.update(rows, advantages, step, old)
-                           for (rows, advantages, _), old in zip(batches, olds) if rows]
+                policy.to_device()
+                updates = policy.train([(rows, advantages) for rows, advantages, _ in batches if rows], step)
+                memory = {"memory_update_gb": policy.peak_memory()}
 
                 # 4. The engine's turn: new weights, then the held calls go on.
                 step, pushing = step + 1, time.monotonic()
                 scheduler.update_finished(pushing, step)
-                run.push(policy.weights(), step)
-            resumed = time.monotonic()
+                pushed = slept | run.hand_over(policy, step)
+            resumed, memory["memory_push_gb"] = time.monotonic(), policy.peak_memory()
             if step >= config.steps or config.checkpoint_every and step % config.checkpoint_every == 0:
-                save_checkpoint(config, policy, step, {"scheduler": scheduler.state_dict()})
+                policy.save(config.run_dir / "checkpoints" / f"step-{step:06d}", config.keep_checkpoints,
+                            {"scheduler": scheduler.state_dict()})
 
             # 5. Record what happened.
             rows, counts = [row for batch, _, _ in batches for row in batch], Counter()
@@ -548,15 +1014,15 @@ def fit(config: Config, train_tasks: list[dict], eval_tasks: list[dict], childre
                 counts.update(reasons)
             record = {"step": step, **run.rollout_metrics(), "groups": len(groups), "rows": len(rows),
                       "trained_tokens": sum(row.trained_tokens for row in rows), "staleness_max": staleness,
-                      "lr": learning_rate, **counts, **(updates[0] if updates else {}),
+                      **memory, **pushed, **counts, **(updates[0] if updates else {}),
                       "seconds_rollout": updating - collecting, "seconds_update": pushing - updating,
                       "seconds_push": resumed - pushing, "seconds_total": resumed - begun}
             run.gateway.call("POST", "/steps", record)
 
 
-def checkpoints(config: Config) -> list[Path]:
+def checkpoints(directory: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
-    return sorted(path for path in config.run_dir.glob("checkpoints/step-??????") if (path / "trainer.pt").exists())
+    return sorted(path for path in directory.glob("step-??????") if (path / "trainer.pt").exists())
 
 
 def newest_checkpoint(config: Config) -> Path | None:
@@ -567,12 +1033,14 @@ def newest_checkpoint(config: Config) -> Path | None:
             raise ValueError(f"--name is {config.name!r}: {config.run_dir} holds a run already; choose another, "
                              "or go on with --resume")
         return None
-    if not checkpoints(config):
+    found = checkpoints(config.run_dir / "checkpoints")
+    if not found:
         raise ValueError(f"--resume: there is no checkpoint in {config.run_dir / 'checkpoints'}")
-    return checkpoints(config)[-1]
+    return found[-1]
 
 
-def save_checkpoint(config: Config, policy: Policy, step: int, state: dict[str, Any]) -> None:
-    policy.save(config.run_dir / "checkpoints" / f"step-{step:06d}", state)
-    for old in checkpoints(config)[:-config.keep_checkpoints]:
-        shutil.rmtree(old)
+if __name__ == "__main__":  # a rank after the first: started by rank 0 with these arguments, or by torchrun
+    if sys.argv[1:]:
+        follow(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    else:
+        follow("env://", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))

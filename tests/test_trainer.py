@@ -89,7 +89,7 @@ def test_an_update_does_not_depend_on_its_micro_batches(model: Path, ratio: str,
 
 def test_chunked_logprobs_have_the_plain_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(trainer, "CHUNK_LOGITS", 640)
+    monkeypatch.setattr(trainer, "CHUNK_LOGITS", {"cpu": 640})
     head = torch.nn.Linear(8, 10, bias=False)  # 64 states a chunk
     hidden, targets = torch.randn(150, 8, requires_grad=True), torch.randint(0, 10, (150,))
     got, entropy = chunked_logprobs(hidden, targets, head, 0.5)

@@ -1,0 +1,176 @@
+"""Several ranks (FSDP2 over gloo) against one process: updates, checkpoints, exports. The other ranks are real processes."""
+
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+import trainer
+from bench.vllm_cpu import make_tiny_model
+from config import Config
+from trainer import Offload, Policy, Ranks, split_rows, start_ranks
+from trajectory import Sample
+from vllm_control import Children
+
+SHAPE = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 2}
+MODELS = ("qwen3-tied", "qwen3-untied", "llama", "qwen3.5")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny random models of each kind, one directory each."""
+    root = tmp_path_factory.mktemp("models")
+    make_tiny_model(root / "qwen3-tied", **SHAPE)
+    make_tiny_model(root / "qwen3-untied", tied=False, **SHAPE)
+    torch.manual_seed(1)
+    hybrid = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    for name, model in [("llama", LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=False))),
+                        ("qwen3.5", Qwen3_5ForCausalLM(Qwen3_5TextConfig(
+                            **SHAPE, **hybrid, tie_word_embeddings=True, layer_types=["linear_attention", "full_attention"])))]:
+        shutil.copytree(root / "qwen3-tied", root / name)
+        (root / name / "model.safetensors").unlink()
+        for key, p in model.named_parameters():  # heads that remember: the gradients of others are rounding errors, which
+            if key.endswith(("A_log", "dt_bias")):  # AdamW would make as large as the rest
+                p.data.uniform_(-2, 0)
+        model.save_pretrained(root / name)
+    return root
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with Children(tmp_path_factory.mktemp("ranks")) as children:
+        ranks = start_ranks(Config(name="x", ranks=request.param), children)
+        yield ranks
+        ranks.close()
+        for child in children.children.values():
+            assert child.process.wait(30) == 0, child.last_words()
+
+
+def rollouts(seed: int, count: int = 7) -> tuple[list[Sample], list[float]]:
+    """Ragged rows, one to three a rollout, with several trained stretches; an advantage for each."""
+    draw, rows, advantages = random.Random(seed), [], []
+    for number in range(count):
+        advantage = draw.uniform(-1, 1)
+        for _ in range(draw.randint(1, 3)):
+            mask = [False] * draw.randint(1, 20)
+            for _ in range(draw.randint(1, 3)):
+                mask += [True] * draw.randint(1, 12) + [False] * draw.randint(0, 9)
+            ids = [draw.randrange(3, 320) for _ in mask]
+            rows.append(Sample(ids, mask, [draw.uniform(-6, -5) if m else 0.0 for m in mask],
+                               [0 if m else -1 for m in mask], rollout=f"r{number}"))
+            advantages.append(advantage)
+    return rows, advantages
+
+
+def settings(model: Path, **more: object) -> Config:
+    return Config(**{"name": "x", "model": str(model), "lr": 2e-4, "temperature": 0.8, "threads": 1, "device": "cpu",
+                     "micro_batch_tokens": 128} | more)
+
+
+def trained(policy: Policy, steps: range = range(3)) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    metrics = [policy.train([rollouts(step)], step)[0] for step in steps]
+    return metrics, {name: tensor.clone() for name, tensor in policy.weights().items()}
+
+
+def assert_equal(one: tuple, other: tuple) -> None:
+    for a, b in zip(one[0], other[0], strict=True):
+        for name in ("loss", "grad_norm", "entropy_mean", "ratio_mean", "tokens", "lr"):
+            assert b[name] == pytest.approx(a[name], rel=1e-5, abs=1e-7), name
+    assert one[1].keys() == other[1].keys()
+    for name, value in one[1].items():
+        apart = (other[1][name] - value).norm() / value.norm()
+        assert apart < 1e-5, (name, apart)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ranks_equal_one_process(models: Path, ranks: Ranks, name: str) -> None:
+    alone = trained(Policy(settings(models / name), str(models / name), Ranks()))
+    together = Policy(settings(models / name, activation_checkpointing="on"), str(models / name), ranks)
+    assert_equal(alone, trained(together))
+    assert ("lm_head.weight" in together.weights()) == (name in ("qwen3-untied", "llama"))  # tied stays tied
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_micro_batches_and_packing_change_nothing(models: Path, name: str) -> None:
+    results = []
+    for tokens, packs in [(100_000, True), (60, True), (128, False), (1, False)]:
+        policy = Policy(settings(models / name, micro_batch_tokens=tokens), str(models / name), Ranks())
+        assert policy.packs == (name != "qwen3.5")
+        policy.packs = policy.packs and packs
+        results.append(trained(policy))
+    for result in results[1:]:
+        assert_equal(results[0], result)
+
+
+def test_the_export_has_the_trained_weights(models: Path, tmp_path: Path, ranks: Ranks) -> None:
+    for name in MODELS:
+        policy = Policy(settings(models / name), str(models / name), ranks)
+        _, weights = trained(policy, range(1))
+        policy.save(tmp_path / name / "step-000001", 2, {})
+        policy.train([rollouts(1)], 1)  # what is being written is of before
+        policy.finish_saving()
+        exported = AutoModelForCausalLM.from_pretrained(tmp_path / name / "step-000001")
+        for key, value in exported.named_parameters():
+            torch.testing.assert_close(value.detach(), weights[key], atol=0, rtol=0)
+        if name in ("qwen3-tied", "qwen3.5"):
+            assert exported.get_output_embeddings().weight is exported.get_input_embeddings().weight
+
+
+def test_a_checkpoint_of_any_number_of_ranks_goes_on_with_any_other(models: Path, tmp_path: Path, ranks: Ranks) -> None:
+    for name in MODELS:
+        one = Policy(settings(models / name), str(models / name), Ranks())
+        wanted = trained(one, range(3))
+        first = Policy(settings(models / name), str(models / name), ranks)
+        trained(first, range(2))
+        first.save(tmp_path / name / "step-000002", 2, {"scheduler": {"version": 2}})
+        first.finish_saving()
+        for these in (Ranks(), ranks):
+            resumed = Policy(settings(models / name), str(tmp_path / name / "step-000002"), these)
+            assert resumed.load(tmp_path / name / "step-000002")["scheduler"] == {"version": 2}
+            metrics, weights = trained(resumed, range(2, 3))
+            assert_equal((wanted[0][2:], wanted[1]), (metrics, weights))
+        alone = Policy(settings(models / name), str(models / name), Ranks())
+        trained(alone, range(2))
+        alone.save(tmp_path / name / "alone" / "step-000002", 2, {})
+        alone.finish_saving()
+        resumed = Policy(settings(models / name), str(tmp_path / name / "alone" / "step-000002"), ranks)
+        resumed.load(tmp_path / name / "alone" / "step-000002")
+        metrics, weights = trained(resumed, range(2, 3))
+        assert_equal((wanted[0][2:], wanted[1]), (metrics, weights))
+
+
+def test_offloading_changes_nothing(models: Path, ranks: Ranks) -> None:
+    """The storages are emptied under FSDP and the optimizer and filled again (on a CPU the host memory is elsewhere, too)."""
+    name = "qwen3-untied"
+    wanted = trained(Policy(settings(models / name), str(models / name), Ranks()))
+    policy = Policy(settings(models / name), str(models / name), ranks)
+    states = [v for state in policy.optimizer.state.values() for v in state.values() if v.dim()]
+    moved = Offload([*policy.shards.values(), *states])
+    metrics = []
+    for step in range(3):
+        policy.scorer.reshard()
+        moved.offload()
+        assert all(s.untyped_storage().nbytes() == 0 for s in policy.shards.values())
+        assert moved.content(states[0]).shape == states[0].shape
+        moved.restore()
+        metrics += trained(policy, range(step, step + 1))[0]
+    assert_equal(wanted, (metrics, policy.weights()))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_rows_are_split_evenly(size: int, packed: bool) -> None:
+    draw = random.Random(size)
+    for _ in range(100):
+        lengths = [draw.randint(1, 60) for _ in range(draw.randint(1, 30))]
+        batches = split_rows(lengths, size, 64, packed)
+        assert len(batches) % size == 0 and sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
+        for batch in batches:
+            cost = sum(lengths[i] for i in batch) if packed else len(batch) * max([lengths[i] for i in batch], default=0)
+            assert cost <= 64
