@@ -135,8 +135,22 @@ class Config:
     """CPU threads of trainer and engine each (they take turns). 0: all cores; the engine one for a small model."""
     gateway_url: str = ""
     """A gateway that runs already. Empty: start one."""
+    engine: Literal["auto", "embedded", "vllm"] = "auto"
+    """What serves the model. vllm: one vLLM server for each TENSOR_PARALLEL GPUs, on the trainer's own; embedded:
+    engine.py, which needs nothing else. auto: vllm where there is a GPU."""
+    tensor_parallel: int = 1
+    """GPUs of one vLLM server."""
+    vllm_args: str = ""
+    """More flags of `vllm serve`, as on a command line; they win over ours."""
+    vllm_python: str = ""
+    """Interpreter that has vLLM. Empty: $HARNESSED_VLLM_PYTHON, else this one."""
     engine_url: str = ""
-    """An engine that runs already and speaks vLLM's routes. Empty: start the embedded one."""
+    """Engines that run already, separated by commas: `vllm_server.py` or `engine.py`. Empty: start them."""
+    engine_key_file: str = ""
+    """File with the key that every route of the engines asks for. Empty: RUNS_DIR/NAME/engine.key, made if missing."""
+    probe_tolerance: float = 0.0
+    """Most that the engines' log-probs may be away from the trainer's (mean over a probe) after new weights were
+    pushed, else the run ends. 0: 1e-3 on a CPU (float32), 0.1 on a GPU (bfloat16)."""
     secret_file: str = ""
     """File with the run's secret, from which all keys are made. Empty: RUNS_DIR/NAME/secret."""
     start_controller: bool = True
@@ -182,11 +196,11 @@ class Config:
 
         positive = "steps groups_per_step max_running max_attempts rollout_timeout max_response_tokens lr minibatches \
             max_grad_norm micro_batch_tokens keep_checkpoints temperature loss_horizon eval_rollouts_per_task \
-            max_staleness"
+            max_staleness tensor_parallel"
         for setting in positive.split():
             need(getattr(self, setting) > 0, setting, "must be greater than 0")
         for setting in "ranks max_refills eval_every eval_tasks kl_coef lr_warmup_steps weight_decay threads \
-                checkpoint_every clip_low clip_high eval_temperature".split():
+                checkpoint_every clip_low clip_high eval_temperature probe_tolerance".split():
             need(getattr(self, setting) >= 0, setting, "must not be negative")
         need(bool(re.fullmatch(r"[A-Za-z0-9_.-]{1,80}", self.name)) and self.name not in (".", ".."), "name",
              "use 1 to 80 letters, digits, '_', '.', '-'")
@@ -204,9 +218,13 @@ class Config:
              f"must hold the longest row, --max-context-tokens ({self.max_context_tokens}): a row is never split")
         need(0 <= self.adam_beta1 < 1, "adam_beta1", "must be in [0, 1)")
         need(0 <= self.adam_beta2 < 1, "adam_beta2", "must be in [0, 1)")
-        for setting in ("gateway_url", "engine_url"):
-            url = getattr(self, setting)
-            need(not url or bool(re.fullmatch(r"https?://[^\s/]+/?", url)), setting, "use http://HOST:PORT")
+        address = r"https?://[^\s/,]+/?"
+        need(not self.gateway_url or bool(re.fullmatch(address, self.gateway_url)), "gateway_url",
+             "use http://HOST:PORT")
+        need(not self.engine_url or bool(re.fullmatch(rf"{address}(,{address})*", self.engine_url)), "engine_url",
+             "use http://HOST:PORT, several separated by commas")
+        need(self.engine != "embedded" or self.tensor_parallel == 1, "tensor_parallel",
+             "the embedded engine has one GPU")
         for setting in ("gateway_port", "engine_port"):
             need(0 <= getattr(self, setting) < 65536, setting, "must be a port number, or 0 for a free one")
         if self.model and Path(self.model).is_dir():

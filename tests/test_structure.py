@@ -30,6 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "calls": {"trajectory", "dialects"},
     "gateway": {"config", "calls", "dialects"},
     "vllm_control": {"config"},
+    "vllm_server": set(),
     "controller": {"config"},
     "prepare_swe": {"config"},
     "trainer": {"config", "trajectory", "advantage", "scheduler", "vllm_control"},

