@@ -141,7 +141,7 @@ class Config:
     tensor_parallel: int = 1
     """GPUs of one vLLM server."""
     vllm_args: str = ""
-    """More flags of `vllm serve`, as on a command line; they win over ours."""
+    """More flags of `vllm serve`, as on a command line (with =: --vllm-args='--block-size 32'); they win over ours."""
     vllm_python: str = ""
     """Interpreter that has vLLM. Empty: $HARNESSED_VLLM_PYTHON, else this one."""
     engine_url: str = ""

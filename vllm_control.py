@@ -62,7 +62,8 @@ class Child:
 
     def last_words(self) -> str:
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        return "\n  ".join(lines[-8:]) or "(it printed nothing)"
+        earlier = [line for line in lines[:-8] if re.match(r"[\w.]+(Error|Exception): ", line)]  # the cause, in vLLM
+        return "\n  ".join(earlier[-2:] + lines[-8:]) or "(it printed nothing)"
 
 
 class ChildDied(RuntimeError):

@@ -61,6 +61,14 @@ class TiedReload:
                 module.quant_method.process_weights_after_loading(module)
 
 
+def keep_tools_as_sent() -> None:
+    """vLLM would show a tool that came without description with `"description": null`. Here it stays as it came."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
+
+    dump = ChatCompletionToolsParam.model_dump
+    ChatCompletionToolsParam.model_dump = lambda self, **given: dump(self, **{"exclude_unset": True} | given)
+
+
 def end_with(parent: int) -> None:
     """Kills the whole process group, engine core and workers too, once `parent` is gone."""
     while os.getppid() == parent:
@@ -79,6 +87,7 @@ def main(arguments: list[str]) -> Any:
     here = str(Path(__file__).resolve().parent)
     os.environ.update({KEY_FILE: os.path.abspath(ours.key_file), "VLLM_SERVER_DEV_MODE": "1",  # opens the RL routes
                        "PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))})
+    keep_tools_as_sent()
     sys.argv = ["vllm", *FLAGS, *theirs]
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
 

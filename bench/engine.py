@@ -29,7 +29,7 @@ async def tokens_per_second(url: str, requests: int, tokens: int, seed: int) -> 
     rng = random.Random(seed)
     bodies = [{"model": "tiny", "token_ids": [rng.randrange(3, 1000) for _ in range(32)], "sampling_params": {
         "max_tokens": tokens, "temperature": 1.0, "logprobs": 0, "ignore_eos": True}} for _ in range(requests)]
-    async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0)) as session:
+    async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0), headers={"Authorization": "Bearer test-key"}) as session:
         async def one(body: dict) -> int:
             async with session.post("/inference/v1/generate", json=body) as reply:
                 return len((await reply.json())["choices"][0]["token_ids"])

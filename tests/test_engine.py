@@ -82,8 +82,7 @@ class Client:
 
     def update(self, directory: Path, version: str) -> None:
         """The trainer's order of calls for new weights."""
-        method = "reload_weights" if self.kind == "ours" else "reload_tied_weights"
-        self.post("/collective_rpc", {"method": method, "kwargs": {"weights_path": str(directory)}})
+        self.post("/collective_rpc", {"method": "reload_tied_weights", "kwargs": {"weights_path": str(directory)}})
         self.post("/update_weight_version", {"new_version": version})
         self.http.post("/reset_prefix_cache")
         self.use(directory)
@@ -179,6 +178,9 @@ def test_render(engine: Client) -> None:
     user, call = {"role": "user", "content": "Where is it?"}, {"name": "search", "arguments": '{"query": "it", "k": 2}'}
     expected = engine.tokenizer.apply_chat_template([user], tools=TOOLS, add_generation_prompt=True, tokenize=False)
     assert ids(user, tools=TOOLS) == engine.tokenizer(expected, add_special_tokens=False)["input_ids"]
+    bare = [{"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}]  # no null description
+    expected = engine.tokenizer.apply_chat_template([user], tools=bare, add_generation_prompt=True, tokenize=False)
+    assert ids(user, tools=bare) == engine.tokenizer(expected, add_special_tokens=False)["input_ids"]
     # A turn of tool calls only is one prompt, however the harness writes its empty content (FIELD-CASES 15).
     turn = {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": call}]}
     tool = {"role": "tool", "tool_call_id": "a", "content": "here"}

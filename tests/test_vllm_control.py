@@ -6,11 +6,11 @@ trainer's side is a plain float32 transformers model.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import vllm_control
 from bench.vllm_cpu import ROOT, make_tiny_model, vllm_python
@@ -163,3 +163,55 @@ def test_an_engine_that_dies_in_a_push_is_told(served: Served) -> None:
     served.engines.revive()
     served.hand_over(model, 9)
     assert served.sampled()[2] == {"9"}
+
+
+# ---- whole runs
+
+
+def taught(directory: Path) -> Path:
+    """A tiny model that answers every question with one of two colours."""
+    import agents
+
+    make_tiny_model(directory)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32), AutoTokenizer.from_pretrained(directory)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.div_(3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(60):
+        losses = []
+        for i, colour in enumerate(("red", "blue")):
+            messages = [{"role": "system", "content": agents.SEARCH_SYSTEM}, {"role": "user", "content": f"Colour {step % 4 + i}?"}]
+            prompt = tokenizer.apply_chat_template(messages, tools=[agents.SEARCH_TOOL], add_generation_prompt=True, return_dict=False)
+            reply = tokenizer(f"Answer: {colour}<|im_end|>", add_special_tokens=False)["input_ids"]
+            losses.append(model(torch.tensor([prompt + reply]), labels=torch.tensor([[-100] * len(prompt) + reply])).loss)
+        sum(losses).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(directory)
+    return directory
+
+
+def search_run(directory: Path, name: str, model: Path, *flags: str) -> list[dict]:
+    questions, corpus = directory / "questions.jsonl", directory / "corpus.jsonl"
+    questions.write_text("".join(json.dumps({"question": f"Colour {i}?", "answers": ["red"]}) + "\n" for i in range(5)))
+    corpus.write_text(json.dumps({"title": "Colours", "text": "Red is one."}) + "\n")
+    argv = [sys.executable, "train_search.py", "--model", str(model), "--name", name, "--runs-dir", str(directory), "--train-file",
+            str(questions), "--eval-file", str(questions), "--corpus", str(corpus), *(
+                "--steps 4 --groups-per-step 4 --rollouts-per-group 8 --eval-every 4 --eval-rollouts-per-task 16 --max-response-tokens 12 "
+                "--max-context-tokens 512 --micro-batch-tokens 1024 --lr 1e-3 --threads 1 --ranks 2 --max-running 16 --wandb disabled "
+                "--checkpoint-every 0").split(), *flags]
+    done = subprocess.run(argv, cwd=ROOT, text=True, capture_output=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(line) for line in (directory / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_with_vllm_and_two_ranks_learns_what_one_with_the_embedded_engine_learns(tmp_path: Path) -> None:
+    python, model = need_vllm(), taught(tmp_path / "model")
+    for flags in (["--engine", "vllm", "--vllm-python", python, "--vllm-args=--block-size 32"], ["--engine", "embedded"]):
+        records = search_run(tmp_path, flags[1], model, *flags)
+        assert 0.2 < records[0]["eval_reward"] < 0.8 and records[-1]["eval_reward"] > records[0]["eval_reward"] + 0.05, records
+        for record in records[1:]:
+            assert record["logprob_gap_max"] < 1e-4 and record["probe_gap"] < 1e-4 and record["staleness_max"] == 0
+            assert record["push_gb_per_second"] > 0 and record["engine_restarts"] == 0
