@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import vllm_control
-from bench.vllm_cpu import ROOT, make_tiny_model, vllm_python
+from bench.vllm_cpu import CHAT_TEMPLATE, ROOT, make_tiny_model, vllm_python
 from config import Config
 from vllm_control import PROBE, Children, Engines, PushFailed, push_weights
 
@@ -215,3 +216,105 @@ def test_a_run_with_vllm_and_two_ranks_learns_what_one_with_the_embedded_engine_
         for record in records[1:]:
             assert record["logprob_gap_max"] < 1e-4 and record["probe_gap"] < 1e-4 and record["staleness_max"] == 0
             assert record["push_gb_per_second"] > 0 and record["engine_restarts"] == 0
+
+
+# ---- one thing at a time
+
+
+def test_parsers_fit_what_the_template_tells_the_model_to_write(tmp_path: Path) -> None:
+    think = CHAT_TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+    assert think != CHAT_TEMPLATE
+    for template, flags in [(CHAT_TEMPLATE, ["hermes"]), (think, ["hermes", "--reasoning-parser", "qwen3"]),
+                            (think.replace('{"name": "', "<function="), ["qwen3_coder", "--reasoning-parser", "qwen3"]),
+                            ("<think>" + CHAT_TEMPLATE, ["hermes"])]:  # thinking of earlier turns only
+        model = make_tiny_model(tmp_path / "model", template=template)
+        assert vllm_control.parsers(str(model)) == ["--enable-auto-tool-choice", "--tool-call-parser", *flags]
+
+
+def test_several_engines_that_run_already(tmp_path: Path) -> None:
+    model, key = make_tiny_model(tmp_path / "tiny"), tmp_path / "key"
+    key.write_text("some-key")
+    ports = [vllm_control.free_port(), vllm_control.free_port()]
+    with Children(tmp_path) as children:
+        for port in ports:
+            children.start(f"other{port}", [str(ROOT / "engine.py"), "--model", str(model), "--port", str(port), "--key-file", str(key),
+                                            "--die-with-parent"])
+        config = Config(model=str(model), runs_dir=str(tmp_path), name="run", engine_key_file=str(key),
+                        engine_url=f"http://127.0.0.1:{ports[0]}/,http://127.0.0.1:{ports[1]}")
+        config.validate()
+        engines = Engines(config, str(model), "cpu", children)
+        engines.start()
+        engines.wait_ready()
+        new = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path / "new", seed=3), dtype=torch.float32).eval()
+        engines.pause()
+        engines.sleep()
+        assert push_weights(engines, weights_of(new), 4, config, "cpu")[0]
+        assert engines.resume(4, probe_of(new))["probe_gap"] < 1e-4
+        assert [engine.probe(4) and engine.name for engine in engines.engines] == ["", ""] and not engines.died()
+        children.kill(f"other{ports[1]}")
+        with pytest.raises(httpx.TransportError):  # nobody here can start it again
+            engines.pause()
+
+
+def test_an_interpreter_without_vllm_is_named(tmp_path: Path) -> None:
+    for python in (sys.executable, "/no/such/python"):
+        with pytest.raises(ValueError, match="has no vLLM.*--engine embedded"):
+            vllm_control.vllm_python(Config(engine="vllm", vllm_python=python))
+
+
+def test_vllm_dies_with_its_parent(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("k")
+    argv = [need_vllm(), str(ROOT / "vllm_server.py"), "--key-file", str(tmp_path / "key"), "--die-with-parent", "--model",
+            str(make_tiny_model(tmp_path / "tiny")), "--port", str(vllm_control.free_port())]
+    code = f"import subprocess; p = subprocess.Popen({argv!r}, start_new_session=True); print(p.pid, flush=True); p.wait()"
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    group = parent.stdout.readline().strip()
+    time.sleep(5)
+    assert subprocess.run(["pgrep", "-g", group], capture_output=True).returncode == 0
+    parent.kill()
+    deadline = time.monotonic() + 20
+    while subprocess.run(["pgrep", "-g", group], capture_output=True).returncode == 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+IPC = """
+import json, os, types
+os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+import torch
+from vllm.distributed.weight_transfer import ipc_engine
+from vllm.distributed.weight_transfer.packed_tensor import PackedIpcChunk
+import vllm_control
+
+def producer(iterator, gpu_uuid, post_iter_func, buffer_size_bytes):  # of two buckets, without a GPU
+    for item in iterator:
+        sizes.append(buffer_size_bytes)
+        tensor = post_iter_func(item)
+        yield PackedIpcChunk([item[0]], [list(tensor.shape)], [str(tensor.dtype)[6:]], [tensor.nbytes], {gpu_uuid: ("handle", tensor.sum().item())})
+
+class Recorder(vllm_control.Engines):
+    def __init__(self):
+        self.engines = [types.SimpleNamespace(post=lambda path, body=None: asked.append((path, body)), failed=False, name="engine")]
+
+asked, sizes = [], []
+ipc_engine.packed_ipc_producer = producer
+torch.accelerator.current_device_index = lambda: 0
+torch.cuda.get_device_properties = lambda index: types.SimpleNamespace(uuid="GPU-1")
+torch.cuda.ipc_collect = lambda: None
+weights = {"a": torch.ones(2, 3, dtype=torch.bfloat16), "b": torch.ones(4, dtype=torch.bfloat16)}
+vllm_control.BUCKET = 10
+assert vllm_control.send_over_ipc(Recorder(), lambda: weights.items()) == 20 and sizes == [12, 12]
+assert [path for path, _ in asked] == ["/init_weight_transfer_engine", "/start_weight_update", *["/update_weights"] * 2, "/finish_weight_update"]
+assert ipc_engine.IPCWeightTransferInitInfo(**asked[0][1]["init_info"]).packed
+got = [ipc_engine.IPCWeightTransferUpdateInfo(**body["update_info"]) for path, body in asked if path == "/update_weights"]
+assert [(info.names, info.shapes, info.dtype_names, info.tensor_sizes, info.ipc_handles) for info in got] == [
+    (["a"], [[2, 3]], ["bfloat16"], [12], {"GPU-1": ("handle", 6.0)}), (["b"], [[4]], ["bfloat16"], [8], {"GPU-1": ("handle", 4.0)})]
+json.dumps([body for _, body in asked])
+print("both ends agree")
+"""
+
+
+def test_the_ipc_messages_are_those_that_vllm_reads() -> None:
+    """Both ends of vLLM's own transfer, but for the GPU: what our client posts is what its worker takes apart."""
+    done = subprocess.run([need_vllm(), "-c", IPC], cwd=ROOT, capture_output=True, text=True)
+    assert "both ends agree" in done.stdout, done.stderr[-3000:]
