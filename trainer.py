@@ -8,7 +8,10 @@
 Who waits for whom: the trainer waits for finished rollouts (a long poll); while it updates, the gateway holds the
 harnesses' calls, so that a harness sees one slow reply. Engine and trainer take turns on the same processors.
 
-Left out so far: several ranks (FSDP2), packing without padding, offload. One process on a CPU or one GPU.
+Several processes (ranks) share the model (FSDP2): rank 0 runs fit() and alone talks HTTP; the others repeat the methods
+of Policy that it calls, and wait for it in between. The same under torchrun.
+
+Left out: tensor, context and expert parallelism; packing for recurrent layers (their rows are padded).
 """
 
 import contextlib
@@ -161,7 +164,7 @@ def watch_ranks(children: Children, size: int) -> None:
     while all(child.process.poll() is None for child in ranks):
         time.sleep(0.5)
     dead = next(child for child in ranks if child.process.poll() is not None)
-    if dead.process.returncode and children.children:  # it neither ended as asked nor was ended with the run
+    if dead.process.returncode not in (0, -signal.SIGTERM):  # it neither ended as asked nor was ended with the run
         print(f"error: {dead.name} of the trainer ended with status {dead.process.returncode}; the end of its output "
               f"({dead.log}):\n  {dead.last_words()}", file=sys.stderr, flush=True)
         children.end()
@@ -188,9 +191,13 @@ def on_all_ranks(method: Callable) -> Callable:
     """A method of Policy that runs on every rank, with the same arguments, when rank 0 calls it."""
     @functools.wraps(method)
     def call(policy: "Policy", *arguments: Any) -> Any:
-        if policy.ranks.rank == 0:
-            policy.ranks.broadcast((method.__name__, arguments))
-        return method(policy, *arguments)
+        try:
+            if policy.ranks.rank == 0:
+                policy.ranks.broadcast((method.__name__, arguments))
+            return method(policy, *arguments)
+        except RuntimeError:
+            time.sleep(3 * (policy.ranks.size > 1))  # if another rank has died, `watch_ranks` says so first
+            raise
     return call
 
 
@@ -202,13 +209,14 @@ class Scorer(torch.nn.Module):
         self.model, self.temperature = model, temperature
 
     def forward(self, ids: torch.Tensor, at: torch.Tensor, targets: torch.Tensor | None,
-                packing: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
+                packing: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """`at` [N]: places in `ids`, flattened, of the state before each trained token; `targets` [N]: that token.
-        Without targets: the log-probs of all tokens at temperature 1 there, [N, V]."""
-        hidden = self.model.base_model(input_ids=ids, use_cache=False, **packing).last_hidden_state
+        Without targets: log-probs [N, V] of all tokens at temperature 1, and the states."""
+        hidden = self.model.base_model(input_ids=ids, use_cache=False, **packing).last_hidden_state.flatten(0, 1)[at]
+        head = self.model.get_output_embeddings()
         if targets is None:
-            return self.model.get_output_embeddings()(hidden.flatten(0, 1)[at]).float().log_softmax(-1)
-        return chunked_logprobs(hidden.flatten(0, 1)[at], targets, self.model.get_output_embeddings(), self.temperature)
+            return head(hidden).float().log_softmax(-1), hidden
+        return chunked_logprobs(hidden, targets, head, self.temperature)
 
 
 def load_scorer(directory: str, config: Config, device: torch.device, sharded: bool) -> Scorer:
@@ -263,7 +271,8 @@ class Policy:
             plain = Config(**{field.name: getattr(config, field.name) for field in dataclasses.fields(Config)})
             self.ranks.broadcast(("Policy", (plain, directory)))
         self.device = torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
-        torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // self.ranks.size))
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks.size))
+        torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // here))
         torch.manual_seed(config.seed)
         self.tokenizer = load_tokenizer(directory)
         sharded = self.ranks.size > 1 or self.device.type == "cuda"
@@ -288,24 +297,33 @@ class Policy:
         self.writer, self.written = ThreadPoolExecutor(1), Future()
         self.written.set_result(None)
 
-    def logprobs(self, rows: list[Sample], scorer: Scorer | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def logprobs(self, rows: list[Sample], scorer: Scorer | None = None,
+                 every: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs at the sampling temperature and entropies of the rows' trained tokens, row after row: [N], [N].
+        `every`: instead those of all tokens in their place at temperature 1, [N, V].
 
         Rows are laid one after the other where attention can keep them apart, else padded: the state of a recurrent
         layer would leak into the next row. What pads comes after the row, so that nothing before it reads it.
         """
         lengths, packing = [len(row.ids) for row in rows], {}
         width = 0 if self.packs else max(lengths)
-        ids = [token for row in rows for token in row.ids + [0] * (width - len(row.ids))]
         starts = [i * width for i in range(len(rows))] if width else [0, *accumulate(lengths)][:-1]
         at = torch.tensor([start + i - 1 for start, row in zip(starts, rows) for i, m in enumerate(row.mask) if m])
-        ids_1T = torch.tensor([ids], device=self.device)
+        ids, at = [token for row in rows for token in row.ids + [0] * (width - len(row.ids))], at.to(self.device)
+        ids_BT = torch.tensor(ids, device=self.device).view(-1, width or len(ids))
         if self.packs:
-            positions = torch.cat([torch.arange(length) for length in lengths])[None].to(self.device)
-            packing = {"position_ids": positions, "packed": Packed(lengths, self.device)}
-        at = at.to(self.device)
-        return (scorer or self.scorer)(ids_1T if self.packs else ids_1T.view(len(rows), width), at, ids_1T[0, at + 1],
-                                       packing)
+            bounds = torch.tensor([*starts, len(ids)], dtype=torch.int32, device=self.device)
+            positions = torch.cat([torch.arange(length, device=self.device) for length in lengths])
+            packing = {"position_ids": positions[None], "packed": (lengths, bounds)}
+        return (scorer or self.scorer)(ids_BT, at, None if every else ids_BT.flatten()[at + 1], packing)
+
+    @on_all_ranks
+    @torch.no_grad()
+    def probe(self) -> torch.Tensor:
+        """What the engines' log-probs are held against: those of all tokens after each prompt of PROBE, [8, V]."""
+        rows = [Sample([*ids, 0], [False] * len(ids) + [True], [0.0] * (len(ids) + 1), [-1] * (len(ids) + 1))
+                for ids in PROBE]
+        return self.logprobs(rows, every=True)[0].cpu()
 
     def micro_batches(self, rows: list[Sample]) -> list[tuple[list[int], bool]]:
         """This rank's micro-batches (indices of rows), as many as every other rank's, whose turns it shares. Where
@@ -415,28 +433,17 @@ class Policy:
     def to_host(self) -> None:
         """The engine's turn is next: only the bfloat16 shards to push stay on the GPU, until `free`."""
         if self.moved:
-            self.scorer.reshard()
+            for scorer in filter(None, (self.scorer, self.reference)):
+                scorer.reshard()  # the root keeps its whole parameters after a forward
             self.pushed = {name: p.detach().bfloat16() for name, p in self.model.named_parameters()}
             self.moved.offload()
+            torch.cuda.empty_cache()
 
     @on_all_ranks
     def free(self) -> None:
         self.pushed = {}
         if self.moved:
             torch.cuda.empty_cache()
-
-    @on_all_ranks
-    @torch.no_grad()
-    def probe(self) -> torch.Tensor:
-        """What the engines' log-probs are held against: those of all tokens after each prompt of PROBE, [8, V]."""
-        ids, length = torch.tensor(PROBE, device=self.device), len(PROBE[0])
-        ends = torch.arange(length - 1, ids.numel(), length, device=self.device)
-        packing = {}
-        if self.packs:
-            positions = torch.arange(ids.numel(), device=self.device)[None] % length
-            ids, packing = ids.view(1, -1), {"position_ids": positions,
-                                             "packed": Packed([length] * len(PROBE), self.device)}
-        return self.scorer(ids, ends, None, packing).cpu()
 
     @on_all_ranks
     def push(self, version: int) -> tuple[bool, dict[str, float]]:
@@ -454,18 +461,6 @@ class Policy:
         torch.cuda.reset_peak_memory_stats()
         return max(self.ranks.gather(peak))
 
-    def gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, whole tensor), one at a time; all ranks must take part. A tied output layer is the
-        embedding, which is named once."""
-        for name, p in self.model.named_parameters():
-            tensor = self.pushed.get(name, p.detach())
-            yield name, (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).contiguous()
-
-    @on_all_ranks
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Whole tensors for the engine by their Hugging Face names, in host memory, on rank 0."""
-        return {name: tensor.cpu() for name, tensor in self.gathered() if self.ranks.rank == 0}
-
     def _state(self) -> dict[str, torch.Tensor]:
         """Copies in host memory of weights and moments, as parts of their whole (DTensor) where there are ranks."""
         state = {}
@@ -480,6 +475,20 @@ class Policy:
                 state[f"{kind}.{name}"] = copied
         return state
 
+    def _whole(self, state: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Whole weights by their Hugging Face names, on rank 0. A tied output layer is the embedding, named once."""
+        whole = {}
+        for name in self.shards:
+            weight = state[f"weight.{name}"].to(dtype)
+            weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+            whole |= {name: weight} if self.ranks.rank == 0 else {}
+        return whole
+
+    @on_all_ranks
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Copies of the whole weights in host memory, on rank 0."""
+        return self._whole(self._state(), torch.float32)
+
     @functools.cached_property
     def cpu_mesh(self) -> Any:
         from torch.distributed.device_mesh import init_device_mesh
@@ -491,12 +500,8 @@ class Policy:
         """Weights, optimizer, RNG and `extra` as a checkpoint, and a Hugging Face export beside them. They are copied
         now and written in the background, aside, then renamed: a kill leaves the older one. `keep`: of the newest."""
         self.finish_saving()
-        state, dtype = self._state(), torch.float32 if self.device.type == "cpu" else torch.bfloat16
-        export = {}
-        for name in self.shards:
-            weight = state[f"weight.{name}"]
-            whole = (weight.to(dtype).full_tensor() if isinstance(weight, DTensor) else weight)
-            export |= {name: whole} if self.ranks.rank == 0 else {}
+        state = self._state()
+        export = self._whole(state, torch.float32 if self.device.type == "cpu" else torch.bfloat16)
         rng = {"torch": torch.get_rng_state(), "python": random.getstate()}
         steps = int(next(iter(self.optimizer.state.values()))["step"])
         extra = {"rng": rng, "optimizer_steps": steps, **extra}
@@ -513,7 +518,8 @@ class Policy:
         if self.ranks.size > 1:
             dist.barrier(self.ranks.saving)
         with warnings.catch_warnings(action="ignore"):  # "torch.distributed is uninitialized"
-            dcp.save(state, checkpoint_id=aside / "shards", process_group=self.ranks.saving, no_dist=not self.ranks.saving)
+            dcp.save(state, checkpoint_id=aside / "shards", process_group=self.ranks.saving,
+                     no_dist=self.ranks.size == 1)
         if self.ranks.rank == 0:  # whose save ends only when all ranks have written
             torch.save(extra, aside / "trainer.pt")
             aside.rename(directory)
@@ -552,45 +558,34 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 class Offload:
     """Tensors whose memory is given back while someone else has the GPU; their content waits in (pinned) host memory.
 
-    Storages are emptied and filled in place, so that every tensor and view of them stays valid, those of FSDP too.
+    Storages are emptied and filled in place, so that every view of the tensors stays valid, those of FSDP too.
     """
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self.storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
-        self.sizes = {key: storage.nbytes() for key, storage in self.storages.items()}
+        self.tensors = [(tensor, tensor.untyped_storage().nbytes()) for tensor in tensors]
         self.host: dict[int, torch.Tensor] = {}
         self.away = False
 
-    def _bytes(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
     def content(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor's values, wherever they are."""
-        if not self.away:
-            return tensor
-        host = self.host[tensor.untyped_storage()._cdata].view(tensor.dtype)
-        return host.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        return self.host[id(tensor)] if self.away else tensor
 
     def offload(self) -> None:
-        for key, storage in self.storages.items():
-            if key not in self.host:  # pinned once, for the run: pinning takes longer than copying
-                pin = storage.device.type == "cuda"
-                self.host[key] = torch.empty(self.sizes[key], dtype=torch.uint8, pin_memory=pin)
-            self.host[key].copy_(self._bytes(storage), non_blocking=True)
+        for tensor, _ in self.tensors:
+            if id(tensor) not in self.host:  # pinned once, for the run: pinning takes longer than copying
+                self.host[id(tensor)] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            self.host[id(tensor)].copy_(tensor, non_blocking=True)
         self._wait()
-        for storage in self.storages.values():
-            storage.resize_(0)
+        for tensor, _ in self.tensors:
+            tensor.untyped_storage().resize_(0)
         self.away = True
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
 
     def restore(self) -> None:
-        if self.away:
-            for key, storage in self.storages.items():
-                storage.resize_(self.sizes[key])
-                self._bytes(storage).copy_(self.host[key], non_blocking=True)
-            self._wait()
-            self.away = False
+        for tensor, size in self.tensors if self.away else []:
+            tensor.untyped_storage().resize_(size)
+            tensor.copy_(self.host[id(tensor)], non_blocking=True)
+        self._wait()
+        self.away = False
 
     def _wait(self) -> None:
         if torch.cuda.is_available():
@@ -628,19 +623,11 @@ def split_rows(lengths: list[int], ranks: int, budget: int, packed: bool) -> lis
         count += 1
 
 
-class Packed:
-    """Where the rows of a packed sequence begin and end."""
-
-    def __init__(self, lengths: list[int], device: torch.device) -> None:
-        self.lengths, self.longest = lengths, max(lengths)
-        self.bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-
-
 def packed_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None,
-                     scaling: float | None = None, sliding_window: int | None = None, packed: Packed | None = None,
+                     scaling: float | None = None, sliding_window: int | None = None, packed: Any = None,
                      **rest: Any) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]; each row sees
-    itself alone. On a GPU one kernel for rows of any lengths, on a CPU row by row."""
+    itself alone. `packed`: lengths and bounds of the rows. On a GPU one kernel for all of them, on a CPU row by row."""
     if packed is None:  # padded rows
         parts, rows = [(query, key, value)], [query.shape[2]]
     elif query.is_cuda:
@@ -648,10 +635,11 @@ def packed_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Te
 
         q, k, v = (t[0].transpose(0, 1).contiguous() for t in (query, key, value))
         window = (-1 if sliding_window is None else sliding_window - 1, 0)
-        return varlen_attn(q, k, v, packed.bounds, packed.bounds, packed.longest, packed.longest, scale=scaling,
-                           window_size=window, enable_gqa=True)[None], None
+        (lengths, bounds), longest = packed, max(packed[0])
+        return varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=window,
+                           enable_gqa=True)[None], None
     else:
-        rows = packed.lengths
+        rows = packed[0]
         parts = list(zip(*(t.split(rows, dim=2) for t in (query, key, value))))
     out = []
     for length, (q, k, v) in zip(rows, parts):

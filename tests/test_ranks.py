@@ -3,7 +3,9 @@
 import os
 import random
 import shutil
+import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 import trainer
 from bench.vllm_cpu import make_tiny_model
 from config import Config
-from trainer import Offload, Policy, Ranks, split_rows, start_ranks
+from trainer import Offload, Policy, Ranks, checkpoints, newest_checkpoint, split_rows, start_ranks
 from trajectory import Sample
 from vllm_control import Children
 
@@ -143,6 +145,43 @@ def test_a_checkpoint_of_any_number_of_ranks_goes_on_with_any_other(models: Path
         resumed.load(tmp_path / name / "alone" / "step-000002")
         metrics, weights = trained(resumed, range(2, 3))
         assert_equal((wanted[0][2:], wanted[1]), (metrics, weights))
+
+
+def test_killed_in_the_middle_of_a_save_the_older_checkpoint_loads(models: Path, tmp_path: Path) -> None:
+    directory, model = tmp_path / "runs" / "x" / "checkpoints", str(models / "qwen3-tied")
+    config = settings(models / "qwen3-tied", runs_dir=str(tmp_path / "runs"), resume=True)
+    policy = Policy(config, model, Ranks())
+    for step in (1, 2, 3):
+        policy.train([rollouts(step)], step - 1)
+        policy.save(directory / f"step-{step:06d}", 2, {"scheduler": {"version": step}})
+    policy.finish_saving()
+    assert [path.name for path in checkpoints(directory)] == ["step-000002", "step-000003"]
+    pid = os.fork()
+    if pid == 0:  # dies with everything written but the last file
+        trainer.torch.save = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        policy.writer = ThreadPoolExecutor(1)
+        policy.save(directory / "step-000004", 2, {})
+        policy.finish_saving()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL and (directory / "step-000004.writing").exists()
+    found = newest_checkpoint(config)
+    assert found == directory / "step-000003"
+    assert Policy(config, str(found), Ranks()).load(found)["scheduler"] == {"version": 3}
+    policy.save(directory / "step-000004", 2, {"scheduler": {"version": 4}})  # over what the killed one left
+    policy.finish_saving()
+    assert sorted(path.name for path in directory.iterdir()) == ["step-000003", "step-000004"]
+
+
+def test_a_sliding_window_is_kept_in_packed_rows(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, **SHAPE, use_sliding_window=True, sliding_window=7, max_window_layers=1)
+    policy, (rows, _) = Policy(settings(tmp_path), str(tmp_path), Ranks()), rollouts(0)
+    assert policy.packs and "sliding_attention" in policy.model.config.layer_types
+    got = policy.logprobs(rows)[0].split([row.trained_tokens for row in rows])
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    for row, logprobs in zip(rows, got, strict=True):
+        want = torch.log_softmax(plain(torch.tensor([row.ids])).logits[0, :-1] / 0.8, -1)
+        want = want.gather(-1, torch.tensor(row.ids[1:])[:, None])[:, 0][torch.tensor(row.mask[1:])]
+        torch.testing.assert_close(logprobs, want, atol=1e-5, rtol=0)
 
 
 def test_offloading_changes_nothing(models: Path, ranks: Ranks) -> None:
