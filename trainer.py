@@ -275,13 +275,13 @@ class Policy:
         torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // here))
         torch.manual_seed(config.seed)
         self.tokenizer = load_tokenizer(directory)
-        sharded = self.ranks.size > 1 or self.device.type == "cuda"
-        self.scorer = load_scorer(directory, config, self.device, sharded)
+        self.sharded = self.ranks.size > 1 or self.device.type == "cuda"
+        self.scorer = load_scorer(directory, config, self.device, self.sharded)
         self.model = self.scorer.model
         self.packs = self.model.config._attn_implementation == "packed_rows"
         self.reference = None
         if config.kl_coef:  # always the starting model, in a resumed run too
-            self.reference = load_scorer(config.model, config, self.device, sharded).requires_grad_(False)
+            self.reference = load_scorer(config.model, config, self.device, self.sharded).requires_grad_(False)
         # The optimizer knows each rank's own part as a plain tensor, which shares its memory with the model's.
         self.shards = {name: local(p).detach() for name, p in self.model.named_parameters()}
         self.optimizer = torch.optim.AdamW(self.shards.values(), lr=config.lr, weight_decay=config.weight_decay,
@@ -423,6 +423,12 @@ class Policy:
             group["lr"] = rate
         return rate
 
+    def _reshard(self) -> None:
+        """To be called before the parameters are read: after a forward alone, the root's are still whole."""
+        for scorer in (self.scorer, self.reference) if self.sharded else ():
+            if scorer:
+                scorer.reshard()
+
     @on_all_ranks
     def to_device(self) -> None:
         """The trainer's turn: weights and optimizer are on the GPU again."""
@@ -433,8 +439,7 @@ class Policy:
     def to_host(self) -> None:
         """The engine's turn is next: only the bfloat16 shards to push stay on the GPU, until `free`."""
         if self.moved:
-            for scorer in filter(None, (self.scorer, self.reference)):
-                scorer.reshard()  # the root keeps its whole parameters after a forward
+            self._reshard()
             self.pushed = {name: p.detach().bfloat16() for name, p in self.model.named_parameters()}
             self.moved.offload()
             torch.cuda.empty_cache()
@@ -463,6 +468,7 @@ class Policy:
 
     def _state(self) -> dict[str, torch.Tensor]:
         """Copies in host memory of weights and moments, as parts of their whole (DTensor) where there are ranks."""
+        self._reshard()
         state = {}
         for (name, shard), p in zip(self.shards.items(), self.model.parameters()):
             for kind, tensor in {"weight": shard, **self.optimizer.state[shard]}.items():

@@ -114,6 +114,7 @@ def test_the_export_has_the_trained_weights(models: Path, tmp_path: Path, ranks:
     for name in MODELS:
         policy = Policy(settings(models / name), str(models / name), ranks)
         _, weights = trained(policy, range(1))
+        policy.probe()  # a forward alone
         policy.save(tmp_path / name / "step-000001", 2, {})
         policy.train([rollouts(1)], 1)  # what is being written is of before
         policy.finish_saving()

@@ -10,10 +10,12 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 import trainer
@@ -21,6 +23,7 @@ from bench.vllm_cpu import ROOT, make_tiny_model
 from config import Config
 from trainer import Policy, chunked_logprobs
 from trajectory import Sample
+from vllm_control import free_port
 
 EXAMPLE = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
 SMALL = ("--steps 2 --groups-per-step 2 --rollouts-per-group 4 --eval-every 1 --max-response-tokens 16 --max-context-tokens 256 "
@@ -101,6 +104,38 @@ def test_chunked_logprobs_have_the_plain_gradients(monkeypatch: pytest.MonkeyPat
     assert entropy.shape == (150,) and not entropy.requires_grad
 
 
+@pytest.mark.parametrize("tokens", [2048, 4096])
+def test_log_probs_of_long_rows_take_the_memory_of_one_chunk(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest tensors ever made in forward and backward: no more than a chunk of logits, the head, or the states."""
+    chunk, width, vocabulary = 2**15, 16, 1024
+    monkeypatch.setattr(trainer, "CHUNK_LOGITS", {"cpu": chunk})
+    torch.set_num_threads(1)
+
+    class Watch(TorchDispatchMode):
+        live, peak = 0, 0
+
+        def __torch_dispatch__(self, op: object, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+            result = op(*args, **(kwargs or {}))
+            for tensor in result if isinstance(result, tuple | list) else [result]:
+                storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+                if storage is not None and not getattr(storage, "seen", False):
+                    Watch.live, storage.seen = Watch.live + storage.nbytes(), True
+                    weakref.finalize(storage, self.gone, storage.nbytes())
+                    Watch.peak = max(Watch.peak, Watch.live)
+            return result
+
+        @staticmethod
+        def gone(size: int) -> None:
+            Watch.live -= size
+
+    head = torch.nn.Linear(width, vocabulary, bias=False)
+    hidden, targets = torch.randn(tokens, width, requires_grad=True), torch.randint(0, vocabulary, (tokens,))
+    with Watch():
+        chunked_logprobs(hidden, targets, head, 1.0)[0].sum().backward()
+    linear = 4 * (2 * tokens * width + 8 * tokens) + 2 * head.weight.nbytes  # gradients and a few numbers for each token
+    assert Watch.peak < 5 * 4 * chunk + linear < 4 * tokens * vocabulary / 2, (Watch.peak, linear)
+
+
 def test_the_readme_example_trains_and_resumes(model: Path, tmp_path: Path) -> None:
     done = example(tmp_path, "--model", str(model), "--name", "one")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -119,6 +154,33 @@ def test_the_readme_example_trains_and_resumes(model: Path, tmp_path: Path) -> N
     assert [line["step"] for line in lines] == [0, 1, 2, 3] and lines[-1]["logprob_gap_max"] < 1e-3
     assert len(list((tmp_path / "runs/one/checkpoints").iterdir())) == 2
     assert subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True).returncode == 1  # nothing is left running
+
+
+def test_a_run_over_two_ranks_and_a_rank_that_dies(model: Path, tmp_path: Path) -> None:
+    done = example(tmp_path, "--model", str(model), "--name", "two", "--ranks", "2", "--minibatches", "2", "--kl-coef", "0.01")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "runs/two/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert all(line["logprob_gap_max"] < 1e-3 and abs(line["ratio_mean"] - 1) < 1e-3 for line in lines[1:])
+    assert all(line["memory_update_gb"] > 0 for line in lines[1:])
+    resumed = example(tmp_path, "--model", str(model), "--name", "two", "--resume", "--steps", "3")  # one rank
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    run = begin(model, tmp_path, "--steps", "1000", "--ranks", "2")
+    rank = subprocess.run(["pgrep", "-P", str(run.pid), "-f", "trainer.py tcp"], capture_output=True, text=True).stdout.split()
+    os.kill(int(rank[0]), signal.SIGKILL)
+    output = run.communicate(timeout=60)[0]
+    assert run.returncode == 1 and "rank1" in output and "status -9" in output, output
+    assert subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True).returncode == 1
+
+
+def test_torchrun_starts_the_same_run(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "train_mine.py").write_text(EXAMPLE)
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
+                           "train_mine.py", *SMALL, "--model", str(model), "--name", "one", "--steps", "1"], cwd=tmp_path, text=True,
+                          env={**os.environ, "PYTHONPATH": str(ROOT), "WANDB_MODE": "disabled"}, capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "runs/one/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1] and lines[1]["logprob_gap_max"] < 1e-3
 
 
 def test_a_harness_that_never_calls_the_model_is_named(model: Path, tmp_path: Path) -> None:
