@@ -132,6 +132,7 @@ class Attempt:
         self.failed: Counter[bytes] = Counter()  # requests that got an error and nothing sampled
         self.digests: set[bytes] = set()  # of requests whose turns are logged
         self.calls = self.turns = 0
+        self.engine = ""  # URL of the one that it stays with
 
     def parent(self, ids: bytes) -> tuple[int, bool, int]:
         """How many ids a sequence shares with a known one, whether these are all of it, and its last turn."""
@@ -200,6 +201,7 @@ class Call:
     max_tokens: int
     room: int  # tokens that the context has; once the prompt is known, what it has left
     model: str = ""  # the engine's name for it
+    engine: str = ""  # its URL
     messages: list[JSON] = field(default_factory=list)  # with the tools at their head
     addresses: list[bytes] = field(default_factory=list)  # of the conversation after each message
     opening: bytes = b""  # of its first message

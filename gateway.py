@@ -35,6 +35,7 @@ import time
 import traceback
 import zlib
 from array import array
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -90,7 +91,7 @@ class GatewaySettings:
     """Serves rollouts and the model API."""
 
     run_dir: Path  # Directory of this run, for the log.
-    engine_url: str  # Engine that speaks vLLM's routes, e.g. http://127.0.0.1:8000
+    engine_url: str  # Engines that speak vLLM's routes, e.g. http://127.0.0.1:8000; several separated by commas.
     port: int = 0  # Port to listen on. 0: a free one, which the first log line tells.
     host: str = "127.0.0.1"  # Address to listen on.
     secret_file: Path | None = None  # What all keys are made from. None: RUN_DIR/secret, made if missing.
@@ -170,11 +171,12 @@ def loaded(data: bytes | None) -> Any:
 
 
 class Engine:
-    """The engine's routes, asked until they answer, and the gate before them. A pause is a lease; it and the time spent
+    """The engines' routes, asked until they answer, and the gate before them. A pause is a lease; it and the time spent
     paused survive a restart. The engine's own pause is the trainer's business (vllm_control)."""
 
     def __init__(self, settings: GatewaySettings, db: sqlite3.Connection) -> None:
-        self.url, self.patience, self.db = settings.engine_url.rstrip("/"), settings.engine_retry, db
+        self.urls = [url.rstrip("/") for url in settings.engine_url.split(",")]
+        self.patience, self.db = settings.engine_retry, db
         key = settings.engine_key_file.read_text().strip() if settings.engine_key_file else ""
         self.headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
         self.http: aiohttp.ClientSession
@@ -213,16 +215,18 @@ class Engine:
                 await asyncio.wait_for(self.resumed.wait(), left)
         return waited
 
-    async def card(self) -> JSON:
-        """The engine's model: {"id", "max_model_len"?, ...}."""
-        self.model = self.model or (await self.ask("/v1/models"))["data"][0]
+    async def card(self, engine: str = "") -> JSON:
+        """The engines' model: {"id", "max_model_len"?, ...}."""
+        self.model = self.model or (await self.ask("/v1/models", engine=engine))["data"][0]
         return self.model
 
-    async def ask(self, path: str, body: JSON | None = None, gated: bool = True, call: Call | None = None) -> Any:
+    async def ask(self, path: str, body: JSON | None = None, gated: bool = True, call: Call | None = None,
+                  engine: str = "") -> Any:
         """The JSON of the first answer that is a result. A `call` receives its answer itself, and each try continues
         it until it is finished. A try that brought tokens, or was held, starts the patience anew.
         ApiError: 400 the engine's, 503 no engine."""
         pause, deadline = 0.0, 0.0
+        url = (call.engine if call else engine or self.urls[0]) + path
         while True:
             if (gated or deadline) and await self.gate():
                 pause = deadline = 0.0
@@ -230,7 +234,7 @@ class Engine:
             self.in_flight.add(limit)
             try:
                 data = orjson.dumps(call.continuation() if call else body) if call or body else None
-                async with limit, self.http.request("POST" if data else "GET", self.url + path, data=data) as response:
+                async with limit, self.http.request("POST" if data else "GET", url, data=data) as response:
                     if response.status in (400, 413, 422):
                         raise refusal(await response.read())
                     if response.status != 200:
@@ -249,9 +253,9 @@ class Engine:
             if not deadline or (call and len(call.ids) > kept):
                 pause, deadline = 0.0, time.monotonic() + self.patience
             elif time.monotonic() >= deadline:
-                raise ApiError(503, f"engine {self.url}{path} kept failing: {fault!r}", "engine_unavailable")
+                raise ApiError(503, f"engine {url} kept failing: {fault!r}", "engine_unavailable")
             elif pause == 0.05:
-                log("engine_retry", path=path, error=repr(fault))
+                log("engine_retry", url=url, error=repr(fault))
             await asyncio.sleep(pause)  # at first not at all: a stale idle socket
             pause = min(1.0, 2 * pause or 0.05)
 
@@ -639,10 +643,19 @@ class Gateway:
             attempt.calls += 1
             changed = [key for key in sampling if ask.sampling.get(key) not in (None, sampling[key])]
             call.news = [f"override_{key}" for key in [*changed, *ask.overridden]]
+        call.engine = self.engine_of(attempt)
         self.calls.setdefault(owner, []).append(call)
         call.task = asyncio.create_task(self.run(call))
         call.task.add_done_callback(lambda _: self.ended(call))
         return functools.partial(self.serve, call, ask)
+
+    def engine_of(self, attempt: Attempt) -> str:
+        """An attempt stays with one engine, whose prefix cache has its earlier turns; a new one takes that with the
+        fewest attempts."""
+        if not attempt.engine:
+            load = Counter(other.engine for other in self.attempts.values())
+            attempt.engine = min(self.engine.urls, key=lambda url: load[url])
+        return attempt.engine
 
     def earlier(self, call: Call, retry: bool) -> Call | sqlite3.Row | None:
         """The open call, or the logged turn, that this request repeats: one whose client is gone and which nothing
@@ -719,12 +732,12 @@ class Gateway:
         self.db.commit()
 
     async def rendered(self, call: Call) -> JSON:
-        card = await self.engine.card()
+        card = await self.engine.card(call.engine)
         call.model = card["id"]
         if not self.vocabulary and Path(str(card.get("root")), "tokenizer.json").is_file():
             self.vocabulary = Vocabulary(card["root"])
         if (prompt := call.ask.prompt) is None:
-            return await self.engine.ask("/v1/chat/completions/render", call.chat)
+            return await self.engine.ask("/v1/chat/completions/render", call.chat, engine=call.engine)
         if isinstance(prompt, str):  # of megabytes it takes seconds
             prompt = (await asyncio.to_thread(self.tokenizer.encode_batch_fast, [prompt]))[0].ids
         return {"token_ids": prompt}
@@ -737,7 +750,7 @@ class Gateway:
 
     async def render(self, call: Call) -> None:
         call.address()
-        rendered, card = await self.rendered(call), await self.engine.card()
+        rendered, card = await self.rendered(call), await self.engine.card(call.engine)
         if not call.turn:
             spelling = self.vocabulary.spelling if self.vocabulary else None
             ids = array("i", rendered["token_ids"]).tobytes()
@@ -781,7 +794,7 @@ class Gateway:
             reply = await self.engine.ask("/v1/chat/completions/derender", {
                 "model": call.model, "generate_response": {"request_id": call.name, "choices": [choice]},
                 "prompt_tokens": len(call.prompt) // 4, "prompt_token_ids": call.prompt_ids,
-                "chat_request": call.chat}, gated=False)
+                "chat_request": call.chat}, gated=False, engine=call.engine)
             message = reply["choices"][0]["message"]
         else:
             message = {}
