@@ -41,6 +41,8 @@ class Config:
     """A local Hugging Face directory, or a hub name (Qwen3.5-9B means Qwen/Qwen3.5-9B). Empty: with a GPU
     Qwen/Qwen3.5-9B, without one the built-in small model, made on first use in $HARNESSED_CACHE (default
     ~/.cache/harnessed)."""
+    chat_template: str = ""
+    """Jinja file that takes the place of the model's own chat template."""
     max_context_tokens: int = 2048
     """Longest prompt plus response that the engine serves and the longest row that is trained, in tokens."""
 
@@ -227,6 +229,7 @@ class Config:
              "the embedded engine has one GPU")
         for setting in ("gateway_port", "engine_port"):
             need(0 <= getattr(self, setting) < 65536, setting, "must be a port number, or 0 for a free one")
+        need(not self.chat_template or Path(self.chat_template).is_file(), "chat_template", "there is no such file")
         if self.model and Path(self.model).is_dir():
             need((Path(self.model) / "config.json").is_file(), "model", "there is no config.json in it")
         elif self.model:

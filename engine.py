@@ -347,7 +347,8 @@ class Model:
 
     def load(self, path: str) -> None:
         """Replaces the weights in place by those of the *.safetensors in `path`; checks all before it writes any."""
-        given = {name: t for f in sorted(Path(path).glob("*.safetensors")) for name, t in load_file(f).items()}
+        given = {name.replace("model.language_model.", "model.", 1): t  # text part of a vision-language one
+                 for f in sorted(Path(path).glob("*.safetensors")) for name, t in load_file(f).items()}
         shapes = {name: t.shape for name, t in self.model.state_dict().items()}
         wrong = [name for name, _ in self.model.named_parameters() if name not in given]  # tied weights: once
         wrong += [name for name, t in given.items() if shapes.get(name) != t.shape]
@@ -693,8 +694,8 @@ def die_with(parent: int) -> None:
 
 
 def main(model: str, port: int, host: str = "127.0.0.1", key_file: str = "", served_model_name: str = "",
-         max_context: int = 4096, max_running: int = 64, device: Literal["cpu", "cuda"] = "cpu", threads: int = 0,
-         seed: int = 0, die_with_parent: bool = False) -> None:
+         chat_template: str = "", max_context: int = 4096, max_running: int = 64, threads: int = 0, seed: int = 0,
+         device: Literal["cpu", "cuda"] = "cpu", die_with_parent: bool = False) -> None:
     """The embedded inference engine: vLLM's routes over a transformers model.
 
     Args:
@@ -703,6 +704,7 @@ def main(model: str, port: int, host: str = "127.0.0.1", key_file: str = "", ser
         host: address to listen on
         key_file: file with the key that every route then asks for
         served_model_name: name that requests use; the directory's name if empty
+        chat_template: Jinja file in place of the model's own template
         max_context: tokens of prompt and reply together
         max_running: requests in one batch; more wait
         device: cpu computes in float32, cuda in bfloat16
@@ -720,6 +722,7 @@ def main(model: str, port: int, host: str = "127.0.0.1", key_file: str = "", ser
         if not (Path(model) / "config.json").is_file():
             raise ValueError("not a model directory (it must hold config.json, weights and a tokenizer)")
         tokenizer, loaded = AutoTokenizer.from_pretrained(model, local_files_only=True), Model(model, device)
+        tokenizer.chat_template = Path(chat_template).read_text() if chat_template else tokenizer.chat_template
         small = sum(p.numel() for p in loaded.model.parameters()) < 20e6
         engine = Engine(loaded, max_running, seed, threads or (1 if small else os.cpu_count() or 1))
         app = create_app(Api(engine, tokenizer, name, max_context), key)

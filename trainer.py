@@ -46,7 +46,7 @@ from advantage import group_advantages, policy_loss, summarize, token_weights
 from config import Config, make_key, read_secret
 from scheduler import Group, Scheduler, task_order
 from trajectory import Sample, Turn, assemble
-from vllm_control import HERE, PROBE, RESTARTS, Children, Engines, free_port, healthy, push_weights
+from vllm_control import HERE, PROBE, RESTARTS, Children, Engines, free_port, healthy, load_tokenizer, push_weights
 
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**28}  # float32 logits of one chunk: 64 MB, 1 GB
 PACKABLE = {"full_attention", "sliding_attention"}  # layers that keep rows apart in one sequence
@@ -249,20 +249,11 @@ def load_scorer(directory: str, config: Config, device: torch.device, sharded: b
     return scorer
 
 
-def load_tokenizer(directory: str) -> Any:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    if not tokenizer.chat_template:
-        raise ValueError(f"--model {directory!r} has no chat template (tokenizer_config.json or chat_template.jinja): "
-                         "use an instruct model, or put the template of the format it was trained with there")
-    return tokenizer
-
-
 class Policy:
     """The trained model with its optimizer: float32 masters, sharded over the ranks."""
 
     def __init__(self, config: Config, directory: str, ranks: Ranks | None = None) -> None:
+        from transformers import AutoConfig
         from transformers.utils import logging
 
         logging.disable_progress_bar()
@@ -274,11 +265,13 @@ class Policy:
         here = int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks.size))
         torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // here))
         torch.manual_seed(config.seed)
-        self.tokenizer = load_tokenizer(directory)
+        self.tokenizer = load_tokenizer(config)
         self.sharded = self.ranks.size > 1 or self.device.type == "cuda"
         self.scorer = load_scorer(directory, config, self.device, self.sharded)
         self.model = self.scorer.model
         self.packs = self.model.config._attn_implementation == "packed_rows"
+        served = AutoConfig.from_pretrained(config.model)  # whose names the push uses: a vision-language one nests them
+        self.base = "model." if served.get_text_config() is served else "model.language_model."
         self.reference = None
         if config.kl_coef:  # always the starting model, in a resumed run too
             self.reference = load_scorer(config.model, config, self.device, self.sharded).requires_grad_(False)
@@ -453,7 +446,7 @@ class Policy:
     @on_all_ranks
     def push(self, version: int) -> tuple[bool, dict[str, float]]:
         """The weights to the engines, gathered tensor by tensor; whether all engines have them, and metrics."""
-        weights = lambda: ((name, self.pushed.get(name, p.detach()))  # noqa: E731
+        weights = lambda: ((name.replace("model.", self.base, 1), self.pushed.get(name, p.detach()))  # noqa: E731
                            for name, p in self.model.named_parameters())
         return push_weights(self.engines, weights, version, self.config, self.device.type)
 
@@ -768,20 +761,20 @@ class Run:
         self.seen_calls = False
         self.skipped = 0  # groups skipped up to the last step
 
-    def start_services(self, model: str) -> None:
+    def start_services(self) -> None:
         """Engine and gateway, unless their URLs are given."""
         c, children = self.config, self.children
         secret_file = Path(c.secret_file or c.run_dir / "secret").absolute()
         key = make_key(read_secret(secret_file), "admin")
         device = "cuda" if c.device != "cpu" and torch.cuda.is_available() else "cpu"
-        self.engines = Engines(c, model, device, children)
+        self.engines = Engines(c, device, children)
         self.engines.start()
         gateway_url = c.gateway_url.rstrip("/") or f"http://127.0.0.1:{c.gateway_port or free_port()}"
         if not c.gateway_url:
             children.start("gateway", [
                 str(HERE / "gateway.py"), "--run-dir", str(c.run_dir.absolute()), "--engine-url",
                 ",".join(self.engines.urls), "--engine-key-file", str(self.engines.key_file),
-                "--secret-file", str(secret_file), "--tokenizer", model, "--history", c.history,
+                "--secret-file", str(secret_file), "--tokenizer", c.model, "--history", c.history,
                 "--port", gateway_url.rsplit(":", 1)[1], "--die-with-parent"])
         self.gateway, self.secret_file = Gateway(gateway_url, key), secret_file
 
@@ -952,8 +945,8 @@ def fit(config: Config, train_tasks: list[dict], eval_tasks: list[dict], childre
         stack.callback(log.close)
         run = Run(config, train_tasks, eval_tasks, children, log, scheduler)
         # The engine takes its part of the GPU first, and leaves it before the trainer comes.
-        run.start_services(config.model)
-        load_tokenizer(config.model)  # meanwhile
+        run.start_services()
+        load_tokenizer(config)  # meanwhile
         run.wait_for_services()
         log.say(f"gateway {run.gateway.http.base_url}, engines {' '.join(run.engines.urls)}, "
                 f"files in {config.run_dir}")

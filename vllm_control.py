@@ -162,11 +162,23 @@ def vllm_python(config: Config) -> str:
     return python
 
 
-def parsers(model: str) -> list[str]:
-    """The flags for vLLM's parsers of tool calls and reasoning that fit what the model's template tells it to write."""
-    from transformers import AutoConfig, AutoTokenizer
+def load_tokenizer(config: Config) -> Any:
+    """The model's tokenizer with the run's chat template; ValueError if there is none."""
+    from transformers import AutoTokenizer
 
-    template = str(AutoTokenizer.from_pretrained(model).chat_template or "")
+    tokenizer = AutoTokenizer.from_pretrained(config.model)
+    if config.chat_template:
+        tokenizer.chat_template = Path(config.chat_template).read_text()
+    if not tokenizer.chat_template:
+        raise ValueError(f"--model {config.model!r} has no chat template: use an instruct model, or name the template "
+                         "of the format that it was trained with, --chat-template FILE")
+    return tokenizer
+
+
+def parsers(model: str, template: str) -> list[str]:
+    """The flags for vLLM's parsers of tool calls and reasoning that fit what the model's template tells it to write."""
+    from transformers import AutoConfig
+
     kind = AutoConfig.from_pretrained(model).model_type
     families = {"llama": "llama3_json", "llama4": "llama4_pythonic", "mistral": "mistral", "gpt_oss": "openai",
                 "glm4_moe": "glm45", "kimi_k2": "kimi_k2", "deepseek_v3": "deepseek_v3"}
@@ -182,12 +194,21 @@ def parsers(model: str) -> list[str]:
             *(["--reasoning-parser", reasoning] if reasoning else [])]
 
 
-def vllm_command(config: Config, model: str, device: str) -> tuple[list[str], dict[str, str]]:
+def chat_template(config: Config) -> list[str]:
+    return ["--chat-template", str(Path(config.chat_template).absolute())] if config.chat_template else []
+
+
+def vllm_command(config: Config, device: str) -> tuple[list[str], dict[str, str]]:
     """Flags of `vllm serve` and its environment. The last of equal flags wins: the user's."""
+    from transformers import AutoConfig
+
+    model = config.model
     argv = ["--model", model, "--served-model-name", Path(model).name, "--max-model-len",
             str(config.max_context_tokens), "--max-num-seqs", str(config.max_running), "--seed", str(config.seed),
-            *parsers(model)]
-    env = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+            *parsers(model, load_tokenizer(config).chat_template), *chat_template(config)]
+    shape, env = AutoConfig.from_pretrained(model), {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    if shape.get_text_config() is not shape:
+        argv.append("--language-model-only")  # a vision tower would lose its weights in the first sleep
     if Path(model).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
     if device == "cuda":
@@ -275,8 +296,8 @@ class Engines:
     had, the gateway tries them again, and `died()` says that it is to be revived.
     """
 
-    def __init__(self, config: Config, model: str, device: str, children: Children) -> None:
-        self.config, self.model, self.device, self.children = config, model, device, children
+    def __init__(self, config: Config, device: str, children: Children) -> None:
+        self.config, self.device, self.children = config, device, children
         self.key_file = Path(config.engine_key_file or config.run_dir / "engine.key").absolute()
         key, self.restarts = read_secret(self.key_file), 0
         if config.engine_url:
@@ -295,13 +316,13 @@ class Engines:
             return
         c, env = self.config, {}
         if is_vllm(c, self.device):
-            python, (argv, env) = vllm_python(c), vllm_command(c, self.model, self.device)
+            python, (argv, env) = vllm_python(c), vllm_command(c, self.device)
             argv = [str(HERE / "vllm_server.py"), "--host", "127.0.0.1", *argv]
         else:
             python, argv = sys.executable, [
-                str(HERE / "engine.py"), "--model", self.model, "--seed", str(c.seed), "--max-context",
+                str(HERE / "engine.py"), "--model", c.model, "--seed", str(c.seed), "--max-context",
                 str(c.max_context_tokens), "--max-running", str(c.max_running), "--device", self.device,
-                "--threads", str(c.threads)]
+                "--threads", str(c.threads), *chat_template(c)]
         for engine in ours:
             own = {"CUDA_VISIBLE_DEVICES": engine.gpus} if engine.gpus else {}
             engine.idle_memory = engine.memory() if engine.gpus else 0.0

@@ -47,7 +47,7 @@ class Served:
                              max_running=8, threads=1, vllm_python=need_vllm() if kind == "vllm" else "")
         self.config.validate()
         self.children = children
-        self.engines = Engines(self.config, str(self.model), "cpu", children)
+        self.engines = Engines(self.config, "cpu", children)
         self.engines.start()
         self.engines.wait_ready()
         self.http = self.engines.engines[0].http
@@ -135,9 +135,8 @@ def test_every_route_asks_for_the_key(served: Served) -> None:
     assert served.http.get("/health").status_code == 200
 
 
+@pytest.mark.parametrize("served", ["embedded-tied", "vllm-tied"], indirect=True)
 def test_a_killed_engine_comes_back_with_the_current_weights(served: Served) -> None:
-    if served.config.engine == "vllm" and not served.tied:
-        pytest.skip("the same code; a start of vLLM takes half a minute")
     model = served.trainer(1)
     served.hand_over(model, 3)
     child = served.children.children["engine"].process
@@ -153,9 +152,8 @@ def test_a_killed_engine_comes_back_with_the_current_weights(served: Served) -> 
     assert gap(model, ids, logprobs) < 1e-4 and versions == {"3"} and not served.engines.died()
 
 
+@pytest.mark.parametrize("served", ["embedded-tied"], indirect=True)
 def test_an_engine_that_dies_in_a_push_is_told(served: Served) -> None:
-    if served.config.engine == "vllm":
-        pytest.skip("the same code; a start of vLLM takes half a minute")
     model = served.trainer(0)
     child = served.children.children["engine"].process
     child.send_signal(signal.SIGKILL)
@@ -231,7 +229,7 @@ def test_parsers_fit_what_the_template_tells_the_model_to_write(tmp_path: Path) 
                             (think.replace('{"name": "', "<function="), ["qwen3_coder", "--reasoning-parser", "qwen3"]),
                             ("<think>" + CHAT_TEMPLATE, ["hermes"])]:  # thinking of earlier turns only
         model = make_tiny_model(tmp_path / "model", template=template)
-        assert vllm_control.parsers(str(model)) == ["--enable-auto-tool-choice", "--tool-call-parser", *flags]
+        assert vllm_control.parsers(str(model), template) == ["--enable-auto-tool-choice", "--tool-call-parser", *flags]
 
 
 def test_several_engines_that_run_already(tmp_path: Path) -> None:
@@ -245,7 +243,7 @@ def test_several_engines_that_run_already(tmp_path: Path) -> None:
         config = Config(model=str(model), runs_dir=str(tmp_path), name="run", engine_key_file=str(key),
                         engine_url=f"http://127.0.0.1:{ports[0]}/,http://127.0.0.1:{ports[1]}")
         config.validate()
-        engines = Engines(config, str(model), "cpu", children)
+        engines = Engines(config, "cpu", children)
         engines.start()
         engines.wait_ready()
         new = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path / "new", seed=3), dtype=torch.float32).eval()
@@ -326,7 +324,7 @@ def test_the_ipc_messages_are_those_that_vllm_reads() -> None:
 def recorded(tmp_path: Path, memory: list[float]) -> tuple[Engines, list[str]]:
     """Engines on a GPU that is not there: what they are asked, and what their memory reads one time after the other."""
     asked: list[str] = []
-    engines = Engines(Config(engine_url="http://127.0.0.1:9", runs_dir=str(tmp_path), name="run"), "", "cuda", Children(tmp_path))
+    engines = Engines(Config(engine_url="http://127.0.0.1:9", runs_dir=str(tmp_path), name="run"), "cuda", Children(tmp_path))
     (engine,) = engines.engines
     engine.gpus, engine.idle_memory, readings = "0", 0.5, iter(memory)
     engine.memory = lambda: next(readings)
