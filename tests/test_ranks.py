@@ -10,17 +10,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from safetensors.torch import load_file
+from transformers import (AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3_5Config, Qwen3_5ForCausalLM,
+                          Qwen3_5ForConditionalGeneration, Qwen3_5TextConfig)
 
 import trainer
 from bench.vllm_cpu import make_tiny_model
 from config import Config
 from trainer import Offload, Policy, Ranks, checkpoints, newest_checkpoint, split_rows, start_ranks
 from trajectory import Sample
-from vllm_control import Children
+from vllm_control import Children, Engines
 
 SHAPE = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 2}
+HYBRID = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+          "layer_types": ["linear_attention", "full_attention"], "tie_word_embeddings": True}
 MODELS = ("qwen3-tied", "qwen3-untied", "llama", "qwen3.5")
 
 
@@ -31,10 +35,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_tiny_model(root / "qwen3-tied", **SHAPE)
     make_tiny_model(root / "qwen3-untied", tied=False, **SHAPE)
     torch.manual_seed(1)
-    hybrid = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
     for name, model in [("llama", LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=False))),
-                        ("qwen3.5", Qwen3_5ForCausalLM(Qwen3_5TextConfig(
-                            **SHAPE, **hybrid, tie_word_embeddings=True, layer_types=["linear_attention", "full_attention"])))]:
+                        ("qwen3.5", Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SHAPE, **HYBRID)))]:
         shutil.copytree(root / "qwen3-tied", root / name)
         (root / name / "model.safetensors").unlink()
         for key, p in model.named_parameters():  # heads that remember: the gradients of others are rounding errors, which
@@ -171,6 +173,31 @@ def test_killed_in_the_middle_of_a_save_the_older_checkpoint_loads(models: Path,
     policy.save(directory / "step-000004", 2, {"scheduler": {"version": 4}})  # over what the killed one left
     policy.finish_saving()
     assert sorted(path.name for path in directory.iterdir()) == ["step-000003", "step-000004"]
+
+
+def test_the_text_of_a_vision_language_checkpoint_is_trained_and_pushed(models: Path, tmp_path: Path) -> None:
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    whole = Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=SHAPE | HYBRID, vision_config=vision, tie_word_embeddings=True))
+    shutil.copytree(models / "qwen3.5", tmp_path / "whole")
+    whole.save_pretrained(tmp_path / "whole")
+    config = settings(tmp_path / "whole", runs_dir=str(tmp_path), engine="embedded", max_running=4)
+    policy = Policy(config, config.model, Ranks())
+    texts = {name for name in load_file(tmp_path / "whole" / "model.safetensors") if ".visual." not in name}
+    assert {name.replace("model.", policy.base, 1) for name in policy.shards} == texts  # as vLLM expects them
+    policy.train([rollouts(0)], 0)
+    with Children(tmp_path / "output") as children:
+        policy.engines = Engines(config, "cpu", children)
+        policy.engines.start()
+        policy.engines.wait_ready()
+        engines = policy.engines
+        for step in ("step-000001", "step-000002"):
+            engines.pause()
+            engines.sleep()
+            assert policy.push(1)[0] and engines.resume(1, policy.probe())["probe_gap"] < 1e-4
+            policy.save(tmp_path / step, 1, {})
+            policy.finish_saving()
+            policy = Policy(config, str(tmp_path / step), Ranks())  # a resumed run reads a text model
+            policy.engines = engines
 
 
 def test_a_sliding_window_is_kept_in_packed_rows(tmp_path: Path) -> None:
