@@ -25,6 +25,7 @@ import random
 import resource
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
@@ -112,9 +113,10 @@ class Ranks:
 
     def __init__(self, address: str = "", rank: int = 0, size: int = 1) -> None:
         self.rank, self.size, cuda = rank, size, torch.cuda.is_available()
+        self.here = int(os.environ.get("LOCAL_RANK", rank))  # among those of this machine
         self.waiting = self.saving = None
         if cuda:
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
+            torch.cuda.set_device(self.here)
         if (size > 1 or cuda) and not dist.is_initialized():
             meet = {"init_method": address} if address else {"store": dist.HashStore()}
             dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=rank, world_size=size, **meet)
@@ -177,14 +179,40 @@ def follow(address: str, rank: int, size: int) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: not to outlive whoever started this
     ranks = Ranks(address, rank, size)
     policy: Policy | None = None
-    while call := ranks.broadcast():
-        name, arguments = call
-        if name == "Policy":
-            policy = Policy(*arguments, ranks)
-        else:
-            getattr(policy, name)(*arguments)
-    if policy:
-        policy.finish_saving()
+    engines: Engines | None = None
+    with Children(Path()) as children:
+        while call := ranks.broadcast():
+            name, arguments = call
+            if name == "Policy":
+                policy = Policy(*arguments, ranks)
+            elif name == "start_engines":
+                engines = start_engines(*arguments, ranks, children)
+            elif name != "revive":
+                getattr(policy, name)(*arguments)
+            elif engines:
+                engines.revive(*arguments)
+        if policy:
+            policy.finish_saving()
+
+
+def start_engines(config: Config, ranks: Ranks, children: Children) -> Engines | None:
+    """Of this machine, if this rank is its first; rank 0's return value knows those of the other machines, too."""
+    engines, first = None, ranks.here == 0 and not (ranks.rank and config.engine_url)
+    device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
+    if ranks.rank == 0:
+        engines = Engines(config, device, children)  # makes the key that the others read
+        ranks.broadcast(("start_engines", (plain(config),)))
+    elif first:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+            s.connect((os.environ["MASTER_ADDR"], 9))  # sends nothing, but tells how rank 0's machine is reached
+            engines = Engines(config, device, children, s.getsockname()[0])
+        children.directory = config.run_dir.absolute() / f"rank{ranks.rank}"
+    if engines:
+        engines.start()
+    urls = [url for found in ranks.gather(engines.urls if engines else [])[1:] for url in found]
+    if ranks.rank == 0:
+        engines.join(urls)
+    return engines
 
 
 def on_all_ranks(method: Callable) -> Callable:
@@ -199,6 +227,11 @@ def on_all_ranks(method: Callable) -> Callable:
             time.sleep(3 * (policy.ranks.size > 1))  # if another rank has died, `watch_ranks` says so first
             raise
     return call
+
+
+def plain(config: Config) -> Config:
+    """Without a recipe's own settings, whose class the other ranks do not know."""
+    return Config(**{field.name: getattr(config, field.name) for field in dataclasses.fields(Config)})
 
 
 class Scorer(torch.nn.Module):
@@ -258,9 +291,8 @@ class Policy:
 
         logging.disable_progress_bar()
         self.config, self.ranks = config, ranks or Ranks()
-        if self.ranks.rank == 0:  # the others do not know the recipe's own settings
-            plain = Config(**{field.name: getattr(config, field.name) for field in dataclasses.fields(Config)})
-            self.ranks.broadcast(("Policy", (plain, directory)))
+        if self.ranks.rank == 0:
+            self.ranks.broadcast(("Policy", (plain(config), directory)))
         self.device = torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
         here = int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks.size))
         torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // here))
@@ -751,8 +783,8 @@ class Run:
     """What a run holds beside the policy: its services, its scheduler, and what happened since the last step."""
 
     def __init__(self, config: Config, train_tasks: list[dict], eval_tasks: list[dict], children: Children, log: Log,
-                 scheduler: Scheduler) -> None:
-        self.config, self.children, self.log, self.scheduler = config, children, log, scheduler
+                 scheduler: Scheduler, ranks: Ranks) -> None:
+        self.config, self.children, self.log, self.scheduler, self.ranks = config, children, log, scheduler, ranks
         self.train_tasks, self.eval_tasks = train_tasks, eval_tasks[:config.eval_tasks or None]
         self.began = int(time.time())  # in the ids of evaluation groups: a resumed run does not meet the old ones
         self.seq = 0  # of the last finished rollout that was read
@@ -766,9 +798,7 @@ class Run:
         c, children = self.config, self.children
         secret_file = Path(c.secret_file or c.run_dir / "secret").absolute()
         key = make_key(read_secret(secret_file), "admin")
-        device = "cuda" if c.device != "cpu" and torch.cuda.is_available() else "cpu"
-        self.engines = Engines(c, device, children)
-        self.engines.start()
+        self.engines = start_engines(c, self.ranks, children)
         gateway_url = c.gateway_url.rstrip("/") or f"http://127.0.0.1:{c.gateway_port or free_port()}"
         if not c.gateway_url:
             children.start("gateway", [
@@ -830,6 +860,7 @@ class Run:
                 self.records.append(record)
         self._check_calls(page["rollouts"])
         self.children.check(but="engine")
+        self.engines.look()
         if self.engines.died():
             with self.gateway.hold():
                 self.revive_engines()
@@ -903,8 +934,11 @@ class Run:
 
     def revive_engines(self) -> None:
         """They have the model's original weights then: calls must be held until they have the current ones."""
-        self.log.say(f"an engine ended; starting it again ({self.engines.restarts + 1} of {RESTARTS})")
-        self.engines.revive()
+        dead = self.engines.dead()
+        self.log.say(f"engine {', '.join(dead)} ended; starting it again ({self.engines.restarts + 1} of {RESTARTS})")
+        self.ranks.broadcast(("revive", (dead,)))
+        self.engines.revive(dead)
+        self.engines.wait_ready()
 
 
 def build_rows(run: Run, groups: list[Group]) -> tuple[list[Sample], list[float], Counter[str]]:
@@ -943,8 +977,9 @@ def fit(config: Config, train_tasks: list[dict], eval_tasks: list[dict], childre
     with contextlib.ExitStack() as stack:
         log = Log(config, step)
         stack.callback(log.close)
-        run = Run(config, train_tasks, eval_tasks, children, log, scheduler)
-        # The engine takes its part of the GPU first, and leaves it before the trainer comes.
+        ranks = start_ranks(config, children)
+        run = Run(config, train_tasks, eval_tasks, children, log, scheduler, ranks)
+        # The engines take their part of the GPUs first, and leave it before the trainer comes.
         run.start_services()
         load_tokenizer(config)  # meanwhile
         run.wait_for_services()
@@ -953,7 +988,6 @@ def fit(config: Config, train_tasks: list[dict], eval_tasks: list[dict], childre
         begun = time.monotonic()
         with run.gateway.hold():
             run.switch_to_trainer()
-            ranks = start_ranks(config, children)
             policy = Policy(config, str(checkpoint or config.model), ranks)
             if checkpoint:
                 scheduler.load_state_dict(policy.load(checkpoint)["scheduler"])

@@ -13,7 +13,7 @@ of `vllm serve` in development mode, which `engine.py` speaks too, so that nothi
 
 Weights go over CUDA IPC, with vLLM's own transfer engine, where vLLM and the trainer share GPUs; else through files in
 shared memory. An engine that was restarted has the original weights: the same hand-over without an update makes it
-current before a call reaches it. Left out: starting engines on other machines (--engine-url), NCCL and RDMA transfer.
+current before a call reaches it. Left out: NCCL and RDMA transfer.
 """
 
 import base64
@@ -42,6 +42,7 @@ from config import Config, read_secret
 BUCKET = 1 << 30  # bytes of weights that are gathered and sent at once
 START_SECONDS = 1800.0  # for an engine to load its model, and perhaps to download it
 RESTARTS = 3  # of engines, in one run
+SILENT = 60.0  # seconds without an answer after which an engine counts as dead
 TORCHRUN = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE|NAME)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
 
 HERE = Path(__file__).parent
@@ -248,10 +249,12 @@ class PushFailed(RuntimeError):
 
 
 class Engine:
-    """One engine by its URL. `name`: of its process, if it is ours; `gpus`: the CUDA_VISIBLE_DEVICES of that."""
+    """One engine by its URL. `name`: of its process, if this process started it; `gpus`: the CUDA_VISIBLE_DEVICES of
+    that; `revivable`: someone of the run can start it again."""
 
-    def __init__(self, url: str, key: str, name: str = "", gpus: str = "") -> None:
+    def __init__(self, url: str, key: str, name: str = "", gpus: str = "", revivable: bool = False) -> None:
         self.url, self.name, self.gpus, self.headers = url, name, gpus, {"Authorization": f"Bearer {key}"}
+        self.revivable, self.answered = revivable or bool(name), time.monotonic()
         # Idle connections end here before the engine's side closes them, which would look like its death.
         limits = httpx.Limits(keepalive_expiry=2)
         self.http = httpx.Client(base_url=url, headers=self.headers, timeout=600, trust_env=False, limits=limits)
@@ -266,6 +269,17 @@ class Engine:
 
     def ready(self) -> bool:
         return healthy(self.url, self.headers)
+
+    def look(self) -> None:
+        """Whether it lives: it has failed where it refuses, and where it has been silent for long."""
+        try:
+            reply = self.http.get("/health", timeout=5)
+        except httpx.TimeoutException:
+            self.failed = self.failed or time.monotonic() - self.answered > SILENT
+        except httpx.TransportError:
+            self.failed = True
+        else:
+            self.answered, self.failed = time.monotonic(), self.failed or reply.status_code != 200
 
     def memory(self) -> float:
         """GiB in use of its GPUs, by whomever."""
@@ -290,24 +304,32 @@ PROBE = [[(37 * row * row + 101 * i * (row + 1) + 11) % 253 + 3 for i in range(1
 
 
 class Engines:
-    """All engines of the run: those that run already, or one for each group of this machine's GPUs.
+    """All engines of the run: those that run already, or one for each group of GPUs of this machine, reached at
+    `host`, and in rank 0 those that the other machines' first ranks started (`join`).
 
     Each method asks all of them at once and waits for all. One that died meanwhile is skipped: it loses the calls it
     had, the gateway tries them again, and `died()` says that it is to be revived.
     """
 
-    def __init__(self, config: Config, device: str, children: Children) -> None:
+    def __init__(self, config: Config, device: str, children: Children, host: str = "127.0.0.1") -> None:
         self.config, self.device, self.children = config, device, children
         self.key_file = Path(config.engine_key_file or config.run_dir / "engine.key").absolute()
-        key, self.restarts = read_secret(self.key_file), 0
+        self.key, self.restarts, self.host = read_secret(self.key_file), 0, host
         if config.engine_url:
-            self.engines = [Engine(url.rstrip("/"), key) for url in config.engine_url.split(",")]
+            self.engines = [Engine(url.rstrip("/"), self.key) for url in config.engine_url.split(",")]
         else:
             groups = gpu_groups(config, device)
             ports = [config.engine_port + i if config.engine_port else free_port() for i in range(len(groups))]
-            self.engines = [Engine(f"http://127.0.0.1:{port}", key, f"engine{i or ''}", gpus)
+            self.engines = [Engine(f"http://{host}:{port}", self.key, f"engine{i or ''}", gpus)
                             for i, (port, gpus) in enumerate(zip(ports, groups))]
-        self.urls = [engine.url for engine in self.engines]
+
+    @property
+    def urls(self) -> list[str]:
+        return [engine.url for engine in self.engines]
+
+    def join(self, urls: Iterable[str]) -> None:
+        """Adds engines of other machines."""
+        self.engines += [Engine(url, self.key, revivable=True) for url in urls]
 
     def start(self) -> None:
         """Starts those that are ours and not running. To be called while the trainer holds no GPU memory."""
@@ -317,7 +339,7 @@ class Engines:
         c, env = self.config, {}
         if is_vllm(c, self.device):
             python, (argv, env) = vllm_python(c), vllm_command(c, self.device)
-            argv = [str(HERE / "vllm_server.py"), "--host", "127.0.0.1", *argv]
+            argv = [str(HERE / "vllm_server.py"), *argv]
         else:
             python, argv = sys.executable, [
                 str(HERE / "engine.py"), "--model", c.model, "--seed", str(c.seed), "--max-context",
@@ -327,8 +349,8 @@ class Engines:
             own = {"CUDA_VISIBLE_DEVICES": engine.gpus} if engine.gpus else {}
             engine.idle_memory = engine.memory() if engine.gpus else 0.0
             engine.failed, port = False, engine.url.rsplit(":", 1)[1]
-            self.children.start(engine.name, [*argv, "--port", port, "--key-file", str(self.key_file),
-                                              "--die-with-parent"], env | own, python)
+            self.children.start(engine.name, [*argv, "--host", self.host, "--port", port, "--key-file",
+                                              str(self.key_file), "--die-with-parent"], env | own, python)
 
     def wait_ready(self) -> None:
         waiting = lambda: [engine for engine in self.engines if not engine.ready()]  # noqa: E731
@@ -336,22 +358,32 @@ class Engines:
         self.children.wait_until(lambda: not waiting(), f"the engines at {urls} (not all)", START_SECONDS)
 
     def died(self) -> bool:
-        """Whether one of ours has ended, or has not answered."""
-        return any(engine.failed or self.children.ended(engine.name) for engine in self.engines)
+        """Whether one that can be revived has ended, or does not answer."""
+        return bool(self.dead())
 
-    def revive(self) -> bool:
-        """Starts those that have died again, and waits: whether there were any. They have the model's original
-        weights, and get no call before `push_weights`. Raises ChildDied after RESTARTS times."""
-        dead = [engine.name for engine in self.engines if engine.failed or self.children.ended(engine.name)]
-        if dead and self.restarts >= RESTARTS:
+    def dead(self) -> list[str]:
+        """Their URLs."""
+        return [engine.url for engine in self.engines
+                if engine.revivable and (engine.failed or self.children.ended(engine.name))]
+
+    def look(self) -> None:
+        """Asks each that can be revived whether it lives."""
+        with ThreadPoolExecutor(len(self.engines)) as pool:
+            list(pool.map(Engine.look, [engine for engine in self.engines if engine.revivable]))
+
+    def revive(self, dead: list[str]) -> None:
+        """Starts those of this machine among the dead (URLs) again. They have the model's original weights, and get no
+        call before `push_weights`. Raises ChildDied after RESTARTS times."""
+        if self.restarts >= RESTARTS:
             self.children.check()
             raise ChildDied(f"{', '.join(dead)} failed more than {RESTARTS} times")
-        for name in dead:
-            self.children.kill(name)
-        self.restarts += bool(dead)
+        self.restarts += 1
+        for engine in self.engines:
+            if engine.url in dead:
+                engine.failed, engine.answered = False, time.monotonic()
+                if engine.name:
+                    self.children.kill(engine.name)
         self.start()
-        self.wait_ready()
-        return bool(dead)
 
     def everywhere(self, ask: Callable[[Engine], Any]) -> list[Any]:
         """`ask(engine)` of all at once that have not failed; None for those that do."""
@@ -359,7 +391,7 @@ class Engines:
             try:
                 return None if engine.failed else ask(engine)
             except httpx.TransportError:
-                if not engine.name:
+                if not engine.revivable:
                     raise  # nobody will start it again
                 engine.failed = True
                 return None
@@ -404,8 +436,8 @@ class Engines:
 
     def weights_dir(self, size: int) -> Path:
         """Where `size` bytes of weights are passed on: in memory, where there is room and the engines are ours."""
-        memory = Path("/dev/shm")
-        if not self.config.engine_url and memory.is_dir() and shutil.disk_usage(memory).free > 2 * size:
+        memory, ours = Path("/dev/shm"), all(engine.name for engine in self.engines)
+        if ours and memory.is_dir() and shutil.disk_usage(memory).free > 2 * size:
             return memory / f"harnessed-{self.config.name}-{os.getpid()}"
         return self.config.run_dir.absolute() / "weights"
 

@@ -183,6 +183,29 @@ def test_torchrun_starts_the_same_run(model: Path, tmp_path: Path) -> None:
     assert [line["step"] for line in lines] == [0, 1] and lines[1]["logprob_gap_max"] < 1e-3
 
 
+def test_two_nodes_have_their_own_engines(model: Path, tmp_path: Path) -> None:
+    """Two launchers on one machine; the engine of the second is killed in mid-run."""
+    (tmp_path / "train_mine.py").write_text(EXAMPLE)
+    port, environment = str(free_port()), {**os.environ, "PYTHONPATH": str(ROOT), "WANDB_MODE": "disabled", "GLOO_SOCKET_IFNAME": "lo"}
+    nodes = [subprocess.Popen([
+        sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1", "--master-addr",
+        "127.0.0.1", "--master-port", port, "train_mine.py", *SMALL, "--model", str(model), "--name", "one", "--steps", "4"],
+        cwd=tmp_path, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for node in (0, 1)]
+    metrics, deadline = tmp_path / "runs/one/metrics.jsonl", time.monotonic() + 120
+    while not metrics.exists() or metrics.read_text().count("\n") < 2:
+        assert nodes[0].poll() is None and time.monotonic() < deadline, nodes[0].communicate()
+        time.sleep(0.05)
+    second = (tmp_path / "runs/one/rank1/engine.log").read_text().split("http://")[1].split()[0]
+    assert f",http://{second} " in subprocess.run(["pgrep", "-af", f"gateway.py .*{tmp_path}"], capture_output=True, text=True).stdout
+    subprocess.run(["pkill", "-9", "-f", f"engine.py --model {model} .*--port {second.rsplit(':')[1]} .*{tmp_path}"], check=True)
+    outputs = [node.communicate(timeout=200)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4] and lines[-1]["engine_restarts"] == 1
+    assert all(line["logprob_gap_max"] < 1e-3 for line in lines[1:])
+    assert subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True).returncode == 1
+
+
 def test_a_harness_that_never_calls_the_model_is_named(model: Path, tmp_path: Path) -> None:
     silent = EXAMPLE.replace("reply = OpenAI()", "return\n    reply = OpenAI()")
     done = example(tmp_path, "--model", str(model), source=silent)

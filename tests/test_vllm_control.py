@@ -141,11 +141,13 @@ def test_a_killed_engine_comes_back_with_the_current_weights(served: Served) -> 
     served.hand_over(model, 3)
     child = served.children.children["engine"].process
     group = subprocess.run(["pgrep", "-g", str(child.pid)], capture_output=True, text=True).stdout.split()
-    assert not served.engines.died() and not served.engines.revive()
+    assert not served.engines.died()
     child.send_signal(signal.SIGKILL)  # what it started may live on
     child.wait()
     assert served.engines.died()
-    assert served.engines.revive() and served.engines.restarts == 1
+    served.engines.revive(served.engines.dead())
+    served.engines.wait_ready()
+    assert served.engines.restarts == 1
     assert not [pid for pid in group if Path(f"/proc/{pid}").exists()]
     served.hand_over(model, 3)  # no update in between
     ids, logprobs, versions = served.sampled()
@@ -162,9 +164,25 @@ def test_an_engine_that_dies_in_a_push_is_told(served: Served) -> None:
     served.engines.sleep()
     complete, _ = push_weights(served.engines, weights_of(model), 9, served.config, "cpu")
     assert not complete and served.engines.died()
-    served.engines.revive()
+    served.engines.revive(served.engines.dead())
+    served.engines.wait_ready()
     served.hand_over(model, 9)
     assert served.sampled()[2] == {"9"}
+
+
+@pytest.mark.parametrize("served", ["embedded-tied"], indirect=True)
+def test_an_engine_that_hangs_is_started_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_control, "SILENT", 3.0)
+    served.engines.look()
+    child = served.children.children["engine"].process
+    child.send_signal(signal.SIGSTOP)
+    served.engines.look()
+    assert served.engines.died()  # the look alone waits 5 s
+    served.engines.revive(served.engines.dead())
+    served.engines.wait_ready()
+    served.hand_over(served.trainer(0), 10)
+    served.engines.look()
+    assert served.sampled()[2] == {"10"} and not served.engines.died() and child.poll() is not None
 
 
 # ---- whole runs
