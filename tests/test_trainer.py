@@ -157,13 +157,17 @@ def test_the_readme_example_trains_and_resumes(model: Path, tmp_path: Path) -> N
 
 
 def test_a_run_over_two_ranks_and_a_rank_that_dies(model: Path, tmp_path: Path) -> None:
-    done = example(tmp_path, "--model", str(model), "--name", "two", "--ranks", "2", "--minibatches", "2", "--kl-coef", "0.01")
+    bare, template = tmp_path / "bare", model / "chat_template.jinja"
+    shutil.copytree(model, bare, ignore=shutil.ignore_patterns(template.name))
+    flags = ["--model", str(bare), "--name", "two", "--chat-template", str(template)]
+    done = example(tmp_path, *flags, "--ranks", "2", "--minibatches", "2", "--kl-coef", "0.01")
     assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "runs/two/checkpoints/step-000002" / template.name).read_text() == template.read_text()
     lines = [json.loads(line) for line in (tmp_path / "runs/two/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert all(line["logprob_gap_max"] < 1e-3 and abs(line["ratio_mean"] - 1) < 1e-3 for line in lines[1:])
     assert all(line["memory_update_gb"] > 0 for line in lines[1:])
-    resumed = example(tmp_path, "--model", str(model), "--name", "two", "--resume", "--steps", "3")  # one rank
+    resumed = example(tmp_path, *flags, "--resume", "--steps", "3")  # one rank
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     run = begin(model, tmp_path, "--steps", "1000", "--ranks", "2")
     rank = subprocess.run(["pgrep", "-P", str(run.pid), "-f", "trainer.py tcp"], capture_output=True, text=True).stdout.split()

@@ -229,12 +229,15 @@ def search_run(directory: Path, name: str, model: Path, *flags: str) -> list[dic
 
 def test_a_run_with_vllm_and_two_ranks_learns_what_one_with_the_embedded_engine_learns(tmp_path: Path) -> None:
     python, model = need_vllm(), taught(tmp_path / "model")
-    for flags in (["--engine", "vllm", "--vllm-python", python, "--vllm-args=--block-size 32"], ["--engine", "embedded"]):
+    for flags in (["--engine", "vllm", "--vllm-python", python, "--vllm-args=--block-size 32", "--groups-in-flight", "6"],
+                  ["--engine", "embedded"]):
         records = search_run(tmp_path, flags[1], model, *flags)
         assert 0.2 < records[0]["eval_reward"] < 0.8 and records[-1]["eval_reward"] > records[0]["eval_reward"] + 0.05, records
         for record in records[1:]:
-            assert record["logprob_gap_max"] < 1e-4 and record["probe_gap"] < 1e-4 and record["staleness_max"] == 0
+            assert record["logprob_gap_max"] < 1e-4 and record["probe_gap"] < 1e-4  # of tokens that are labelled with the present version
             assert record["push_gb_per_second"] > 0 and record["engine_restarts"] == 0
+        assert (max(record["staleness_max"] for record in records[1:]) > 0) == ("--groups-in-flight" in flags)
+        assert all(record["same_version"] > 0 for record in records[1:])
 
 
 # ---- one thing at a time
@@ -248,6 +251,19 @@ def test_parsers_fit_what_the_template_tells_the_model_to_write(tmp_path: Path) 
                             ("<think>" + CHAT_TEMPLATE, ["hermes"])]:  # thinking of earlier turns only
         model = make_tiny_model(tmp_path / "model", template=template)
         assert vllm_control.parsers(str(model), template) == ["--enable-auto-tool-choice", "--tool-call-parser", *flags]
+
+
+def test_what_vllm_is_started_with(tmp_path: Path) -> None:
+    model, template = make_tiny_model(tmp_path / "model"), tmp_path / "own.jinja"
+    template.write_text(CHAT_TEMPLATE.replace('{"name": "', "<function="))
+    config = Config(model=str(model), chat_template=str(template), max_context_tokens=512, vllm_args="--block-size '32' --seed 7", tensor_parallel=2)
+    (cpu, _), (gpu, environment) = (vllm_control.vllm_command(config, device) for device in ("cpu", "cuda"))
+    for argv in (cpu, gpu):
+        flags = dict(zip(argv, argv[1:]))  # of equal ones the last
+        assert flags["--chat-template"] == str(template) and flags["--tool-call-parser"] == "qwen3_coder"
+        assert flags["--max-model-len"] == "512" and flags["--block-size"] == "32" and flags["--seed"] == "7"
+    assert flags["--tensor-parallel-size"] == "2" and "--enable-sleep-mode" in gpu and "--enable-sleep-mode" not in cpu
+    assert environment["HF_HUB_OFFLINE"] == "1"
 
 
 def test_several_engines_that_run_already(tmp_path: Path) -> None:
