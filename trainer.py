@@ -262,7 +262,8 @@ def load_scorer(directory: str, config: Config, device: torch.device, sharded: b
     shape = AutoConfig.from_pretrained(directory)
     if getattr(shape.get_text_config(), "attention_dropout", 0):
         shape.get_text_config().attention_dropout = 0.0  # the sampler has no dropout either
-    model = AutoModelForCausalLM.from_pretrained(directory, config=shape, dtype=torch.float32).train()
+    # In the file's own precision at first: in float32, all ranks of a machine would have one whole copy each.
+    model = AutoModelForCausalLM.from_pretrained(directory, config=shape, dtype="auto").train()
     for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(model.config, name, None) not in (None, 1, 1.0):
             raise ValueError(f"--model {directory!r} sets {name}, which the trainer's log-probs do not apply")
@@ -277,9 +278,9 @@ def load_scorer(directory: str, config: Config, device: torch.device, sharded: b
         options = {"mesh": init_device_mesh(device.type, (dist.get_world_size(),)),
                    **({"mp_policy": precision} if precision else {})}
         for block in model.base_model.layers:
-            fully_shard(block, **options)
-        fully_shard(scorer, reshard_after_forward=False, **options)
-    return scorer
+            fully_shard(block.float(), **options)
+        fully_shard(scorer.float(), reshard_after_forward=False, **options)
+    return scorer.float()
 
 
 class Policy:

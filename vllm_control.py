@@ -469,8 +469,6 @@ def push_weights(engines: Engines | None, weights: Weights, version: int, config
     `weights` gives the tensors in the engines' precision, tied ones once, in the same order on every rank; one bucket
     of them is gathered at a time. The engines must be paused; their KV cache may be asleep, and stays so.
     """
-    import torch.distributed as dist
-
     start = time.monotonic()
     if engines:
         engines.everywhere(lambda engine: engine.post("/wake_up", tags="weights"))
@@ -478,11 +476,8 @@ def push_weights(engines: Engines | None, weights: Weights, version: int, config
     size = send(engines, weights)
     if engines:
         engines.everywhere(lambda engine: engine.post("/update_weight_version", {"new_version": str(version)}))
-    complete = [bool(engines and not engines.died())]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast_object_list(complete, src=0)
-    seconds = time.monotonic() - start
-    return complete[0], {"push_seconds": seconds, "push_gb": size / 1e9, "push_gb_per_second": size / 1e9 / seconds}
+    complete, seconds = bool(engines and not engines.died()), time.monotonic() - start
+    return complete, {"push_seconds": seconds, "push_gb": size / 1e9, "push_gb_per_second": size / 1e9 / seconds}
 
 
 def whole(tensor: Any) -> Any:

@@ -42,7 +42,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for key, p in model.named_parameters():  # heads that remember: the gradients of others are rounding errors, which
             if key.endswith(("A_log", "dt_bias")):  # AdamW would make as large as the rest
                 p.data.uniform_(-2, 0)
-        model.save_pretrained(root / name)
+        model.bfloat16().save_pretrained(root / name)  # as released weights are
     return root
 
 
