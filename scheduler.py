@@ -8,7 +8,8 @@ Time comes in as `now` (seconds), facts as events, decisions are read off: the s
                ready_to_update(now) -> ([Group], why): train their `kept` records; none: `why` says what is waited for
                stop_reason() -> str, empty while there is something to do
     numbers    counts (a Counter by reason, over the run), staleness(group), version, consumed, evaluating (ids)
-    restart    state_dict(), load_state_dict(state); then post to_start() and feed all finished records again
+    restart    state_dict(), load_state_dict(state); then post to_start() and feed all finished records again, before
+               the next decision: our own version will reach the numbers that an abandoned branch has used
 
 Who waits for whom:
 - At most `groups_in_flight` groups are running, or complete and not trained (`groups_per_step`: synchronous RL).
@@ -31,8 +32,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-# A finished rollout: id, group, status, reward, kind, version_min and version_max of its tokens. Without versions its
-# tokens count as old as its group, which is wrong only after a restart (for a group that the gateway had already).
+# A finished rollout: id, group, status, reward, kind, seq (place in the order of ends), version_min and version_max of
+# its tokens. Without versions these count as old as its group, which is wrong only after a restart (for a group that
+# the gateway had already).
 Record = dict[str, Any]
 NO_RESULT = ("lost", "abandoned")  # statuses whose reward, if any, says nothing
 
@@ -88,7 +90,8 @@ class Scheduler:
         self.early: dict[str, list[Record]] = {}  # results of groups that are not started yet, by group id
         self.abandoned: set[str] = set()  # rollouts with tokens of a branch that a restart left
         self.consumed: list[int] = []  # k of each trained group
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()  # of rollouts: each by what became of it in the end
+        self.seen = self.known = 0  # seq of the last record, and of the last one that `counts` had before a restart
         self.skipped = self.skipped_steps = 0  # groups without a signal since the last step; empty steps in a row
         self.evaluating: set[str] = set()  # ids of evaluation rollouts that run
         self.evaluation_start = 0.0
@@ -150,12 +153,17 @@ class Scheduler:
 
     def rollout_finished(self, record: Record, now: float) -> str:
         """Takes the final record of a rollout and says what became of it: kept, lost, dropped, abandoned, late,
-        duplicate, early (its group is not started yet: held until then), evaluation."""
+        duplicate, early (its group is not started yet: held until then), known (settled before a restart),
+        evaluation."""
         if (record.get("version_max") or 0) > self.version or record["id"] in self.abandoned:
             self.abandoned.add(record["id"])  # for good, also over restarts: our own version will reach that number
             record = {**record, "status": "abandoned"}
-        outcome = self._outcome(record, now)
-        self.counts[f"rollouts_{outcome}"] += 1
+        outcome, seq = self._outcome(record, now), record.get("seq", 0)
+        if outcome == "late" and 0 < seq <= self.known:
+            return "known"
+        self.seen = max(self.seen, seq)
+        if outcome != "early":  # which is counted once its group is started
+            self.counts[f"rollouts_{outcome}"] += 1
         return outcome
 
     def _outcome(self, record: Record, now: float) -> str:
@@ -172,7 +180,7 @@ class Scheduler:
         if len(group.results) == self.rollouts_per_group:
             group.finished = now
             self._settle(group)
-        return "kept" if _has_reward(record) else record["status"] if record["status"] in NO_RESULT else "dropped"
+        return _fate(record)
 
     def update_started(self, groups: list[Group], now: float) -> None:
         """The groups of `ready_to_update` are being trained: they are consumed, whatever comes of it."""
@@ -194,6 +202,8 @@ class Scheduler:
         self.update_start, self.version = None, version
         for group in self._in_state("complete"):
             self._settle(group)  # again: some of its tokens may be too old now
+        for name in [name for name in self.early if not self._is_to_come(name)]:  # a rerun of another branch
+            self.counts["rollouts_late"] += len(self.early.pop(name))
 
     def evaluation_started(self, rollout_ids: list[str], now: float) -> None:
         """Rollouts of kind `eval` were posted. They are never trained, and updates wait for them."""
@@ -203,15 +213,19 @@ class Scheduler:
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint, as JSON: data order, consumed groups, and the groups that run first after a restart."""
-        unfinished = [[group.k, group.attempt, group.version] for group in (*self.groups.values(), *self.restarts)]
-        return {"version": self.version, "next_k": self.next_k, "consumed": list(self.consumed),
-                "unfinished": unfinished, "abandoned": sorted(self.abandoned), "counts": dict(self.counts)}
+        groups = self.groups.values()
+        unfinished = [[group.k, group.attempt, group.version] for group in (*groups, *self.restarts)]
+        again = Counter(f"rollouts_{_fate(record)}" for group in groups for record in group.results.values())
+        counts = self.counts - again - Counter(groups_started=len(groups))
+        return {"version": self.version, "next_k": self.next_k, "consumed": list(self.consumed), "seen": self.seen,
+                "unfinished": unfinished, "abandoned": sorted(self.abandoned), "counts": dict(counts)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """To be called before any event. Unfinished groups start first, under their old ids: the gateway answers with
         the rollouts that it already has."""
         self.version, self.next_k, self.consumed = state["version"], state["next_k"], list(state["consumed"])
         self.counts, self.abandoned = Counter(state["counts"]), set(state["abandoned"])
+        self.seen = self.known = state["seen"]
         self.restarts = [Group(self._id(k, again), k, again, version) for k, again, version in state["unfinished"]]
 
     # Inside
@@ -285,6 +299,10 @@ class Scheduler:
 def _has_reward(record: Record) -> bool:
     reward = record.get("reward")
     return record["status"] not in NO_RESULT and reward is not None and math.isfinite(reward)
+
+
+def _fate(record: Record) -> str:
+    return "kept" if _has_reward(record) else record["status"] if record["status"] in NO_RESULT else "dropped"
 
 
 def _oldest(group: Group, record: Record) -> int:

@@ -22,7 +22,7 @@ import agents
 import small_model
 import small_tasks
 from config import Config, parse
-from vllm_control import ChildDied, Children, free_port, healthy
+from vllm_control import Children, free_port, healthy
 
 HELD_OUT = 60  # countries
 
@@ -159,9 +159,7 @@ def main() -> None:
             config.model = str(small_model.ensure(names, lambda rng, bad: demonstrate(rng, bad=bad),
                                                   [agents.SEARCH_TOOL], config.seed))
         with Children(config.run_dir) as children:
-            port = free_port()
-            corpus = config.run_dir / "corpus.json"
-            config.run_dir.mkdir(parents=True, exist_ok=True)
+            port, corpus = free_port(kept=config.run_dir / "search.port"), config.run_dir / "corpus.json"
             corpus.write_text(json.dumps(documents))
             children.start("search", [__file__, "--serve-search", str(corpus.absolute()), str(port)])
             children.wait_until(lambda: healthy(f"http://127.0.0.1:{port}"), "the search server", 60)
@@ -169,7 +167,7 @@ def main() -> None:
             tasks = ([task(config, f"{name}.{i}", question, url) for i, question in enumerate(part)]
                      for name, part in (("train", train), ("eval", evaluation)))
             fit(config, *tasks, children)
-    except (ValueError, ChildDied, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("\nstopped; go on with --resume --name " + config.name)

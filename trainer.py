@@ -50,14 +50,16 @@ from trajectory import Sample, Turn, assemble
 from vllm_control import HERE, PROBE, RESTARTS, Children, Engines, free_port, healthy, load_tokenizer, push_weights
 
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**28}  # float32 logits of one chunk: 64 MB, 1 GB
+PAGE = 200  # finished rollouts that are read at once
 PACKABLE = {"full_attention", "sliding_attention"}  # layers that keep rows apart in one sequence
 
 
 class Gateway:
     """The gateway as the trainer sees it."""
 
-    def __init__(self, url: str, admin_key: str) -> None:
-        headers = {"Authorization": f"Bearer {admin_key}"}
+    def __init__(self, url: str, admin_key: str, check: Callable[[], None]) -> None:
+        """`check` raises if the gateway is ours and has died."""
+        headers, self.check = {"Authorization": f"Bearer {admin_key}"}, check
         self.http = httpx.Client(base_url=url, headers=headers, timeout=120, trust_env=False)
         self.version = 0  # of the weights that the engine has
 
@@ -67,9 +69,10 @@ class Gateway:
             try:
                 reply = self.http.request(method, path, json=body, params=params)
                 break
-            except httpx.TransportError:
+            except httpx.TransportError as error:
+                self.check()
                 if attempt == 19:
-                    raise
+                    raise RuntimeError(f"the gateway at {self.http.base_url} does not answer: {error}") from None
                 time.sleep(0.5)
         if reply.status_code >= 400:
             raise RuntimeError(f"gateway {method} {path} answered {reply.status_code}: {reply.text[:500]}")
@@ -91,8 +94,9 @@ class Gateway:
         over = threading.Event()
 
         def renew() -> None:
-            while not over.wait(lease / 4):
-                self.call("POST", "/lease", {"lease": lease})
+            with contextlib.suppress(RuntimeError):  # which the next call has, too
+                while not over.wait(lease / 4):
+                    self.call("POST", "/lease", {"lease": lease})
 
         thread = threading.Thread(target=renew, daemon=True)
         thread.start()
@@ -161,11 +165,13 @@ def start_ranks(config: Config, children: Children) -> Ranks:
 
 
 def watch_ranks(children: Children, size: int) -> None:
-    """Ends the run when a rank has died: whoever waits for it in a collective operation might wait for ever."""
+    """Ends the run when a rank has died and this process does not notice: whoever waits for it in a collective
+    operation might wait for ever."""
     ranks = [children.children[f"rank{rank}"] for rank in range(1, size)]
     while all(child.process.poll() is None for child in ranks):
         time.sleep(0.5)
     dead = next(child for child in ranks if child.process.poll() is not None)
+    time.sleep(5)
     if dead.process.returncode not in (0, -signal.SIGTERM):  # it neither ended as asked nor was ended with the run
         print(f"error: {dead.name} of the trainer ended with status {dead.process.returncode}; the end of its output "
               f"({dead.log}):\n  {dead.last_words()}", file=sys.stderr, flush=True)
@@ -180,7 +186,7 @@ def follow(address: str, rank: int, size: int) -> None:
     ranks = Ranks(address, rank, size)
     policy: Policy | None = None
     engines: Engines | None = None
-    with Children(Path()) as children:
+    with Children(Path(), alone=False) as children:
         while call := ranks.broadcast():
             name, arguments = call
             if name == "Policy":
@@ -219,13 +225,9 @@ def on_all_ranks(method: Callable) -> Callable:
     """A method of Policy that runs on every rank, with the same arguments, when rank 0 calls it."""
     @functools.wraps(method)
     def call(policy: "Policy", *arguments: Any) -> Any:
-        try:
-            if policy.ranks.rank == 0:
-                policy.ranks.broadcast((method.__name__, arguments))
-            return method(policy, *arguments)
-        except RuntimeError:
-            time.sleep(3 * (policy.ranks.size > 1))  # if another rank has died, `watch_ranks` says so first
-            raise
+        if policy.ranks.rank == 0:
+            policy.ranks.broadcast((method.__name__, arguments))
+        return method(policy, *arguments)
     return call
 
 
@@ -544,7 +546,8 @@ class Policy:
 
         aside = directory.with_name(directory.name + ".writing")
         if self.ranks.rank == 0:
-            shutil.rmtree(aside, ignore_errors=True)
+            for left in directory.parent.glob("*.writing"):
+                shutil.rmtree(left)
             self.model.save_pretrained(aside, state_dict=export)
             self.tokenizer.save_pretrained(aside)
         if self.ranks.size > 1:
@@ -555,12 +558,15 @@ class Policy:
         if self.ranks.rank == 0:  # whose save ends only when all ranks have written
             torch.save(extra, aside / "trainer.pt")
             aside.rename(directory)
-            for old in checkpoints(directory.parent)[:-keep]:
+            for old in sorted(directory.parent.glob("step-??????"))[:-keep]:  # also what a kill left of one
                 shutil.rmtree(old)
 
     def finish_saving(self) -> None:
-        """Waits for the checkpoint that is being written; raises what went wrong with it."""
-        self.written.result()
+        """Waits for the checkpoint that is being written; RuntimeError if it could not be."""
+        try:
+            self.written.result()
+        except Exception as error:
+            raise RuntimeError(f"the checkpoint could not be written, the one before it is whole: {error}") from error
 
     @on_all_ranks
     def load(self, directory: Path) -> dict[str, Any]:
@@ -742,8 +748,10 @@ class Log:
         path = config.run_dir / "metrics.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = path.read_text().split("\n")[:-1] if path.exists() else []  # a torn last line is no record
-        path.write_text("".join(line + "\n" for line in lines if json.loads(line)["step"] <= step))
-        self.file = path.open("a")
+        lines = [line for line in lines if json.loads(line)["step"] <= step]
+        self.last = json.loads(lines[-1])["step"] if lines else -1  # that is in the file
+        (aside := path.with_suffix(".new")).write_text("".join(line + "\n" for line in lines))
+        self.file = aside.replace(path).open("a")
         self.terminal, self.lines = sys.stdout.isatty(), 0
         mode = config.wandb if config.wandb != "auto" else "online" if os.environ.get("WANDB_API_KEY") else "offline"
         self.wandb: Any = None
@@ -767,7 +775,7 @@ class Log:
         self.file.write(json.dumps(record) + "\n")
         self.file.flush()
         if self.wandb:
-            self.wandb.log(record, step=record["step"])
+            self.wandb.log({name: x for name, x in record.items() if name != "trained"}, step=record["step"])
         if self.lines % 20 == 0:
             self.say(" ".join(f"{title:>9}" for title in self.COLUMNS.values()))
         self.lines += 1
@@ -807,12 +815,17 @@ class Run:
                 ",".join(self.engines.urls), "--engine-key-file", str(self.engines.key_file),
                 "--secret-file", str(secret_file), "--tokenizer", c.model, "--history", c.history,
                 "--port", gateway_url.rsplit(":", 1)[1], "--die-with-parent"])
-        self.gateway, self.secret_file = Gateway(gateway_url, key), secret_file
+        self.gateway = Gateway(gateway_url, key, lambda: children.check(but="engine"))
+        self.secret_file = secret_file
 
-    def wait_for_services(self) -> None:
-        """Until they answer; then the controller starts."""
+    def wait_for_gateway(self) -> None:
+        url = str(self.gateway.http.base_url).rstrip("/")
+        self.children.wait_until(lambda: healthy(url), f"the gateway at {url}", 60)
+
+    def wait_for_engines(self) -> None:
+        """Until they answer; then the controller starts. To be called under `gateway.hold()`: they have the original
+        weights, and rollouts may be waiting."""
         c, children, gateway_url = self.config, self.children, str(self.gateway.http.base_url).rstrip("/")
-        children.wait_until(lambda: healthy(gateway_url), f"the gateway at {gateway_url}", 60)
         self.engines.wait_ready()
         if c.start_controller:
             parts = [part for task in [*self.train_tasks, *self.eval_tasks] for part in
@@ -851,15 +864,17 @@ class Run:
             task = self.train_tasks[task_order(self.config.seed, len(self.train_tasks), group.k)]
             self.post_group(group.id, task, "train", self.config.rollouts_per_group, self.config.temperature)
             self.scheduler.group_started(group, time.monotonic())
-        page = self.gateway.call("GET", "/finished", after=self.seq, wait=1, limit=200)
-        self.seq = page["seq"]
-        for record in page["rollouts"]:
-            outcome = self.scheduler.rollout_finished(record, time.monotonic())
-            if outcome == "evaluation":
-                self.evaluated.append(record)
-            elif record["kind"] == "train" and outcome not in ("late", "duplicate"):
-                self.records.append(record)
-        self._check_calls(page["rollouts"])
+        more = True
+        while more:  # all there are, before anything is decided
+            page = self.gateway.call("GET", "/finished", after=self.seq, wait=1, limit=PAGE)
+            self.seq, more = page["seq"], len(page["rollouts"]) == PAGE
+            for record in page["rollouts"]:
+                outcome = self.scheduler.rollout_finished(record, time.monotonic())
+                if outcome == "evaluation":
+                    self.evaluated.append(record)
+                elif record["kind"] == "train" and outcome not in ("late", "duplicate", "known", "abandoned"):
+                    self.records.append(record)
+            self._check_calls(page["rollouts"])
         self.children.check(but="engine")
         self.engines.look()
         if self.engines.died():
@@ -894,7 +909,7 @@ class Run:
             self.log.say(self.failures())
         rewards = [record["reward"] for record in self.records if record["reward"] is not None]
         totals = self.scheduler.counts + Counter(self.gateway.call("GET", "/state")["counts"])
-        skipped = sum(n for name, n in totals.items() if name.startswith("groups_skipped"))
+        skipped = self.groups_skipped()
         result = {"reward_mean": sum(rewards) / max(len(rewards), 1), "rollouts": len(self.records),
                   "failed": sum(record["status"] == "failed" for record in self.records),
                   "groups_skipped": skipped - self.skipped,
@@ -902,6 +917,9 @@ class Run:
                   **{f"total_{name}": n for name, n in sorted(totals.items())}}
         self.records, self.skipped = [], skipped
         return result
+
+    def groups_skipped(self) -> int:
+        return sum(n for name, n in self.scheduler.counts.items() if name.startswith("groups_skipped"))
 
     def _check_calls(self, records: list[dict]) -> None:
         self.seen_calls = self.seen_calls or any(record["calls"] for record in records)
@@ -978,22 +996,31 @@ def fit(config: Config, train_tasks: list[dict], eval_tasks: list[dict], childre
     with contextlib.ExitStack() as stack:
         log = Log(config, step)
         stack.callback(log.close)
+        stack.push(lambda kind, *_: name_the_dead(children) if kind and issubclass(kind, Exception) else None)
+        if config.resume:
+            log.say(f"going on from {checkpoint or 'the beginning, step 0: there is no checkpoint yet'}")
         ranks = start_ranks(config, children)
         run = Run(config, train_tasks, eval_tasks, children, log, scheduler, ranks)
         # The engines take their part of the GPUs first, and leave it before the trainer comes.
         run.start_services()
         load_tokenizer(config)  # meanwhile
-        run.wait_for_services()
-        log.say(f"gateway {run.gateway.http.base_url}, engines {' '.join(run.engines.urls)}, "
-                f"files in {config.run_dir}")
-        begun = time.monotonic()
+        run.wait_for_gateway()
         with run.gateway.hold():
+            run.wait_for_engines()
+            log.say(f"gateway {run.gateway.http.base_url}, engines {' '.join(run.engines.urls)}, "
+                    f"files in {config.run_dir}")
+            begun = time.monotonic()
             run.switch_to_trainer()
             policy = Policy(config, str(checkpoint or config.model), ranks)
+            stack.callback(lambda: policy.written.exception())  # however this ends: a checkpoint is written to its end
+            record: dict[str, Any] | None = {"step": 0}  # of the last step, until it is evaluated and logged
             if checkpoint:
-                scheduler.load_state_dict(policy.load(checkpoint)["scheduler"])
+                state = policy.load(checkpoint)
+                scheduler.load_state_dict(state["scheduler"])
+                record, run.skipped = state["record"], run.groups_skipped()
+            if log.last == step:
+                record = None
             run.hand_over(policy, step)
-        record: dict[str, Any] | None = None if checkpoint else {"step": 0}  # of the last step, until evaluated
         while True:
             # 1. Collect groups of finished rollouts; an evaluation of the present weights, if due, runs beside them.
             last, collecting = step >= config.steps, time.monotonic()
@@ -1027,9 +1054,6 @@ def fit(config: Config, train_tasks: list[dict], eval_tasks: list[dict], childre
                 scheduler.update_finished(pushing, step)
                 pushed = slept | run.hand_over(policy, step)
             resumed, memory["memory_push_gb"] = time.monotonic(), policy.peak_memory()
-            if step >= config.steps or config.checkpoint_every and step % config.checkpoint_every == 0:
-                policy.save(config.run_dir / "checkpoints" / f"step-{step:06d}", config.keep_checkpoints,
-                            {"scheduler": scheduler.state_dict()})
 
             # 5. Record what happened.
             rows, counts = [row for batch, _, _ in batches for row in batch], Counter()
@@ -1039,8 +1063,20 @@ def fit(config: Config, train_tasks: list[dict], eval_tasks: list[dict], childre
                       "trained_tokens": sum(row.trained_tokens for row in rows), "staleness_max": staleness,
                       **memory, **pushed, **counts, **(updates[0] if updates else {}),
                       "seconds_rollout": updating - collecting, "seconds_update": pushing - updating,
-                      "seconds_push": resumed - pushing, "seconds_total": resumed - begun}
+                      "seconds_push": resumed - pushing, "seconds_total": resumed - begun,
+                      "trained": {group.id: [record["index"] for record in group.kept] for group in groups}}
             run.gateway.call("POST", "/steps", record)
+            if policy.written.done():
+                policy.finish_saving()  # what went wrong is said now, not at the next one
+            if step >= config.steps or config.checkpoint_every and step % config.checkpoint_every == 0:
+                policy.save(config.run_dir / "checkpoints" / f"step-{step:06d}", config.keep_checkpoints,
+                            {"scheduler": scheduler.state_dict(), "record": record})
+
+
+def name_the_dead(children: Children) -> None:
+    """An error may only be what the death of a child looks like from here: raises ChildDied then."""
+    time.sleep(0.5)
+    children.check(but="engine")
 
 
 def checkpoints(directory: Path) -> list[Path]:
@@ -1049,17 +1085,14 @@ def checkpoints(directory: Path) -> list[Path]:
 
 
 def newest_checkpoint(config: Config) -> Path | None:
-    """Where to go on with --resume, None for a fresh run; ValueError where the run's directory says otherwise."""
+    """Where to go on with --resume, None: from the beginning; ValueError where the run's directory says otherwise."""
     used = (config.run_dir / "metrics.jsonl").exists()
-    if not config.resume:
-        if used:
-            raise ValueError(f"--name is {config.name!r}: {config.run_dir} holds a run already; choose another, "
-                             "or go on with --resume")
-        return None
-    found = checkpoints(config.run_dir / "checkpoints")
-    if not found:
-        raise ValueError(f"--resume: there is no checkpoint in {config.run_dir / 'checkpoints'}")
-    return found[-1]
+    if used and not config.resume:
+        raise ValueError(f"--name is {config.name!r}: {config.run_dir} holds a run already; choose another, "
+                         "or go on with --resume")
+    if config.resume and not used:
+        raise ValueError(f"--resume: there is no run in {config.run_dir}")
+    return max(checkpoints(config.run_dir / "checkpoints"), default=None)
 
 
 if __name__ == "__main__":  # a rank after the first: started by rank 0 with these arguments, or by torchrun

@@ -18,6 +18,7 @@ current before a call reaches it. Left out: NCCL and RDMA transfer.
 
 import base64
 import contextlib
+import fcntl
 import json
 import os
 import pickle
@@ -43,15 +44,25 @@ BUCKET = 1 << 30  # bytes of weights that are gathered and sent at once
 START_SECONDS = 1800.0  # for an engine to load its model, and perhaps to download it
 RESTARTS = 3  # of engines, in one run
 SILENT = 60.0  # seconds without an answer after which an engine counts as dead
+# A child is sent SIGTERM when our thread that started it is gone, however that ended; set before it loads anything.
+TIED = """import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 15)  # PR_SET_PDEATHSIG
+os.getppid() == int(sys.argv[1]) and os.execvp(sys.argv[2], sys.argv[2:])"""
 TORCHRUN = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE|NAME)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
 
 HERE = Path(__file__).parent
 
 
-def free_port() -> int:
+def free_port(kept: Path | None = None) -> int:
+    """A free port. `kept`: a file that remembers it, since the tasks of a resumed run must be what they were."""
+    if kept and kept.exists():
+        return int(kept.read_text())
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+        port = s.getsockname()[1]
+    if kept:
+        kept.write_text(str(port))
+    return port
 
 
 @dataclass
@@ -72,17 +83,31 @@ class ChildDied(RuntimeError):
 
 
 class Children:
-    """Processes that live as long as the `with` block, each in a session of its own, with its output in `directory`."""
+    """Processes that live as long as the `with` block, each in a session of its own, with its output in `directory`,
+    which is locked as long (`alone`): a second run in it, or a second --resume, raises ValueError."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, alone: bool = True) -> None:
+        self.directory, self.alone = directory, alone
         self.children: dict[str, Child] = {}
 
     def __enter__(self) -> "Children":
+        if not self.alone:
+            return self
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.lock = (self.directory / "lock").open("a+")
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with this process
+        except BlockingIOError:
+            self.lock.seek(0)
+            raise ValueError(f"the run in {self.directory} is going on, as process {self.lock.read()}") from None
+        self.lock.truncate(0)
+        print(os.getpid(), end="", file=self.lock, flush=True)
         return self
 
     def __exit__(self, *_: Any) -> None:
         self.end()
+        if self.alone:
+            self.lock.close()
 
     def start(self, name: str, argv: list[str], env: dict[str, str] | None = None, python: str = "") -> Child:
         """Starts `python argv`. PYTHONPATH leads to our modules and to the recipe's directory; what torchrun says of
@@ -92,8 +117,8 @@ class Children:
         path = os.pathsep.join(filter(None, [str(HERE), os.getcwd(), os.environ.get("PYTHONPATH", "")]))
         inherited = {name: value for name, value in os.environ.items() if not TORCHRUN.fullmatch(name)}
         with log.open("ab") as output:
-            process = subprocess.Popen([python or sys.executable, *argv], stdin=subprocess.DEVNULL, stdout=output,
-                                       stderr=output, start_new_session=True,
+            process = subprocess.Popen([sys.executable, "-ISc", TIED, str(os.getpid()), python or sys.executable, *argv],
+                                       stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
                                        env={**inherited, "PYTHONPATH": path, **(env or {})})
         child = self.children[name] = Child(name, argv, process, log)
         return child
@@ -390,9 +415,9 @@ class Engines:
         def attempt(engine: Engine) -> Any:
             try:
                 return None if engine.failed else ask(engine)
-            except httpx.TransportError:
-                if not engine.revivable:
-                    raise  # nobody will start it again
+            except httpx.TransportError as error:
+                if not engine.revivable:  # nobody will start it again
+                    raise ChildDied(f"the engine at {engine.url} does not answer: {error}") from None
                 engine.failed = True
                 return None
 
@@ -433,13 +458,6 @@ class Engines:
                                      f"the push of version {version} (--probe-tolerance is {tolerance:g})")
                 worst = max(worst, gap)
         return {"probe_gap": worst}
-
-    def weights_dir(self, size: int) -> Path:
-        """Where `size` bytes of weights are passed on: in memory, where there is room and the engines are ours."""
-        memory, ours = Path("/dev/shm"), all(engine.name for engine in self.engines)
-        if ours and memory.is_dir() and shutil.disk_usage(memory).free > 2 * size:
-            return memory / f"harnessed-{self.config.name}-{os.getpid()}"
-        return self.config.run_dir.absolute() / "weights"
 
     # The four methods of vLLM's weight transfer client, for all engines.
 
@@ -502,24 +520,33 @@ def send_over_ipc(engines: Engines | None, weights: Weights) -> int:
 
 
 def send_through_files(engines: Engines | None, weights: Weights) -> int:
-    """Rank 0 writes a file for each bucket, which the engines read and which are removed then."""
-    from safetensors.torch import save_file
+    """Rank 0 writes a file for each bucket, which the engines read and which are removed then. Where the engines are
+    ours and there is room, it is in our memory, named by a link: nothing of it outlives us."""
+    from safetensors.torch import save
 
     sizes = [tensor.nbytes for _, tensor in weights()]
-    bucket: dict[str, Any] = {}
+    bucket, held = {}, []
     if engines:
-        directory = engines.weights_dir(sum(sizes))
+        directory = engines.config.run_dir.absolute() / "weights"
         shutil.rmtree(directory, ignore_errors=True)  # of a trainer that was killed in a push
         directory.mkdir(parents=True)
+        free = int(re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024
+        in_memory = all(engine.name for engine in engines.engines) and free > 2 * sum(sizes)
     for number, ((name, tensor), after) in enumerate(zip(weights(), [*sizes[1:], BUCKET])):
         full = whole(tensor)  # on every rank
         if engines:
             bucket[name] = full.cpu().contiguous()
             if sum(t.nbytes for t in bucket.values()) + after > BUCKET:
-                save_file(bucket, directory / f"model-{number:05}.safetensors", metadata={"format": "pt"})
-                bucket = {}
+                file, data = directory / f"model-{number:05}.safetensors", save(bucket, metadata={"format": "pt"})
+                if in_memory:
+                    held.append(os.memfd_create(file.name))
+                    file.symlink_to(f"/proc/{os.getpid()}/fd/{held[-1]}")
+                file.write_bytes(data)
+                bucket, data = {}, b""
     if engines:
         body = {"method": "reload_tied_weights", "kwargs": {"weights_path": str(directory)}}
         engines.everywhere(lambda engine: engine.post("/collective_rpc", body))
         shutil.rmtree(directory)
+        for fd in held:
+            os.close(fd)
     return sum(sizes)
