@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 
 import agents
-import small_model
 import small_tasks
 from config import Config, parse
 from vllm_control import Children, free_port, healthy
@@ -153,6 +152,8 @@ def main() -> None:
         if not config.model and torch.cuda.is_available() and config.device != "cpu":
             config.model = "Qwen/Qwen3.5-9B"
         if not config.model:
+            import small_model  # here: the search server does without torch
+
             names = [value for place in places for value in place.values()]
             demonstrate = partial(small_tasks.search_demonstration, places=places, system=agents.SEARCH_SYSTEM,
                                   show=agents.show_results)

@@ -563,10 +563,10 @@ class Policy:
 
     def finish_saving(self) -> None:
         """Waits for the checkpoint that is being written; RuntimeError if it could not be."""
-        try:
-            self.written.result()
-        except Exception as error:
-            raise RuntimeError(f"the checkpoint could not be written, the one before it is whole: {error}") from error
+        if error := self.written.exception():  # torch's own is a BaseException, and hides what the system said
+            free = shutil.disk_usage(self.config.run_dir).free / 1e9
+            raise RuntimeError("the checkpoint could not be written; the one before it is whole. Is the disk full "
+                               f"({free:.1f} GB are free), or a quota? {str(error).strip().splitlines()[-1:]}")
 
     @on_all_ranks
     def load(self, directory: Path) -> dict[str, Any]:
