@@ -87,27 +87,25 @@ class Children:
     which is locked as long (`alone`): a second run in it, or a second --resume, raises ValueError."""
 
     def __init__(self, directory: Path, alone: bool = True) -> None:
-        self.directory, self.alone = directory, alone
+        self.directory, self.alone, self.lock = directory, alone, contextlib.ExitStack()
         self.children: dict[str, Child] = {}
 
     def __enter__(self) -> "Children":
-        if not self.alone:
-            return self
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self.lock = (self.directory / "lock").open("a+")
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with this process
-        except BlockingIOError:
-            self.lock.seek(0)
-            raise ValueError(f"the run in {self.directory} is going on, as process {self.lock.read()}") from None
-        self.lock.truncate(0)
-        print(os.getpid(), end="", file=self.lock, flush=True)
+        if self.alone:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            file = self.lock.enter_context((self.directory / "lock").open("a+"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which ends with this process, too
+            except BlockingIOError:
+                file.seek(0)
+                raise ValueError(f"the run in {self.directory} is going on, as process {file.read()}") from None
+            file.truncate(0)
+            print(os.getpid(), end="", file=file, flush=True)
         return self
 
     def __exit__(self, *_: Any) -> None:
         self.end()
-        if self.alone:
-            self.lock.close()
+        self.lock.close()
 
     def start(self, name: str, argv: list[str], env: dict[str, str] | None = None, python: str = "") -> Child:
         """Starts `python argv`. PYTHONPATH leads to our modules and to the recipe's directory; what torchrun says of
@@ -116,9 +114,10 @@ class Children:
         log = self.directory / f"{name}.log"
         path = os.pathsep.join(filter(None, [str(HERE), os.getcwd(), os.environ.get("PYTHONPATH", "")]))
         inherited = {name: value for name, value in os.environ.items() if not TORCHRUN.fullmatch(name)}
+        tied = [sys.executable, "-ISc", TIED, str(os.getpid()), python or sys.executable]
         with log.open("ab") as output:
-            process = subprocess.Popen([sys.executable, "-ISc", TIED, str(os.getpid()), python or sys.executable, *argv],
-                                       stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+            process = subprocess.Popen([*tied, *argv], stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                                       start_new_session=True,
                                        env={**inherited, "PYTHONPATH": path, **(env or {})})
         child = self.children[name] = Child(name, argv, process, log)
         return child

@@ -20,7 +20,10 @@ import torch
 from safetensors.torch import load_file
 
 from bench.vllm_cpu import ROOT, make_tiny_model
+from config import Config
 from scheduler import task_order
+from trainer import newest_checkpoint
+from vllm_control import Children
 
 RECIPE = '''
 """train_search.py with another harness and reward: two model calls with a search between them; every group has a signal."""
@@ -269,12 +272,17 @@ def test_a_resumed_run_trains_what_an_uninterrupted_one_trains(start: Path, tmp_
     assert [sorted(line["trained"]) for line in again.metrics()[1:]] == [sorted((f"train.{k}", f"train.{k + 1}")) for k in range(0, 16, 2)]
 
 
-def test_directories_that_cannot_be_used(start: Path, tmp_path: Path) -> None:
-    for arguments, metrics, message in [(["--resume"], None, "there is no run in runs/one"), ([], "", "holds a run already")]:
-        directory = tmp_path / str(len(arguments))
-        shutil.copytree(start, directory)
-        if metrics is not None:
-            (directory / "runs/one").mkdir(parents=True)
-            (directory / "runs/one/metrics.jsonl").write_text(metrics)
-        run = Run(directory, *arguments)
-        assert run.process.wait(60) == 1 and message in run.output() and "Traceback" not in run.output(), run.output()
+def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
+    fresh, resumed = (Config(name="one", runs_dir=str(tmp_path), resume=resume) for resume in (False, True))
+    assert newest_checkpoint(fresh) is None
+    with pytest.raises(ValueError, match=f"there is no run in {tmp_path}/one"):
+        newest_checkpoint(resumed)
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one/metrics.jsonl").touch()  # killed before anything else
+    assert newest_checkpoint(resumed) is None
+    with pytest.raises(ValueError, match=f"{tmp_path}/one holds a run already"):
+        newest_checkpoint(fresh)
+    with Children(tmp_path / "one"), pytest.raises(ValueError, match=f"is going on, as process {os.getpid()}"):
+        Children(tmp_path / "one").__enter__()
+    with Children(tmp_path / "one"):  # free again
+        pass
