@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import vllm_control
 from bench.vllm_cpu import CHAT_TEMPLATE, ROOT, make_tiny_model, vllm_python
 from config import Config
-from vllm_control import PROBE, Children, EngineKeptMemory, Engines, PushFailed, push_weights
+from vllm_control import PROBE, ChildDied, Children, EngineKeptMemory, Engines, PushFailed, push_weights
 
 PROMPT = [11, 200, 45, 7, 99, 145, 32, 250, 18, 77]
 torch.set_num_threads(1)
@@ -288,7 +288,7 @@ def test_several_engines_that_run_already(tmp_path: Path) -> None:
         assert engines.resume(4, probe_of(new))["probe_gap"] < 1e-4
         assert [engine.probe(4) and engine.name for engine in engines.engines] == ["", ""] and not engines.died()
         children.kill(f"other{ports[1]}")
-        with pytest.raises(httpx.TransportError):  # nobody here can start it again
+        with pytest.raises(ChildDied, match="does not answer"):  # nobody here can start it again
             engines.pause()
 
 
