@@ -359,7 +359,8 @@ class Gateway:
         ids = [f"{group.group}.{index}" for index in range(group.n)]
         self.db.execute("INSERT OR IGNORE INTO groups VALUES(?, ?)", (group.group, data))
         if data != self.db.execute("SELECT body FROM groups WHERE name = ?", (group.group,)).fetchone()["body"]:
-            raise ApiError(409, f"group {group.group!r} exists with other contents", "conflict")
+            raise ApiError(409, f"group {group.group!r} exists with other contents: a resumed run needs the tasks and "
+                                "the settings of rollouts that it began with", "conflict")
         self.db.executemany('INSERT OR IGNORE INTO rollouts(id, "group", "index", kind) VALUES(?, ?, ?, ?)',
                             [(rollout, group.group, index, group.kind) for index, rollout in enumerate(ids)])
         self.ring()

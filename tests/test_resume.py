@@ -19,9 +19,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import trainer
 from bench.vllm_cpu import ROOT, make_tiny_model
 from config import Config
-from scheduler import task_order
+from scheduler import Scheduler, task_order
 from trainer import newest_checkpoint
 from vllm_control import Children
 
@@ -270,6 +271,40 @@ def test_a_resumed_run_trains_what_an_uninterrupted_one_trains(start: Path, tmp_
     assert order == [f"train.{task_order(0, TASKS, k)}" for k in range(2 * TASKS)]
     assert len(set(order[:TASKS])) == len(set(order[TASKS:])) == TASKS
     assert [sorted(line["trained"]) for line in again.metrics()[1:]] == [sorted((f"train.{k}", f"train.{k + 1}")) for k in range(0, 16, 2)]
+
+
+class Finished:
+    """A gateway's log, page by page, and what else a poll asks for: nothing else happens."""
+
+    def __init__(self, records: list[dict]) -> None:
+        self.records = records
+
+    def call(self, method: str, path: str, body: dict | None = None, after: int = 0, limit: int = 0, **_: object) -> dict:
+        page = self.records[after:after + limit]
+        return {"rollouts": page, "seq": after + len(page)}
+
+    def nothing(self, *_: object, **__: object) -> None:
+        pass
+
+    check = look = died = progress = nothing
+
+
+def test_a_resumed_run_reads_the_whole_log_before_it_decides(tmp_path: Path) -> None:
+    """Else it would be at version 5 when it comes to the tokens that the abandoned branch sampled as its version 5."""
+    log = [{"id": f"train.{k}.{index}", "group": f"train.{k}", "index": index, "kind": "train", "status": "succeeded", "calls": 1,
+            "reward": float(index), "version_min": version, "version_max": version}
+           for k, version in [(8, 4), *((k, 0) for k in range(8)), *((k, 5) for k in range(9, 400))] for index in range(2)]
+    finished = Finished([record | {"seq": seq} for seq, record in enumerate(log, 1)])
+    scheduler = Scheduler(groups_per_step=1, rollouts_per_group=2, groups_in_flight=2)
+    scheduler.load_state_dict({"version": 4, "next_k": 9, "consumed": list(range(8)), "unfinished": [[8, 0, 4]], "abandoned": [],
+                               "counts": {"rollouts_kept": 16}, "seen": 18})
+    tasks = [{"id": "t", "agent": {}, "verifier": {}}]
+    run = trainer.Run(Config(name="one", runs_dir=str(tmp_path)), tasks, [], finished, finished, scheduler, finished)
+    run.gateway = run.engines = finished
+    groups, _ = run.collect(4, training=True)
+    assert [group.k for group in groups] == [8] and run.seq == len(log) > 600
+    assert len(scheduler.abandoned) == 2 * 391 and scheduler.counts["rollouts_kept"] == 18
+    assert scheduler.to_start()[0].id == "train.9r1"  # of the two in flight, one is done and the other runs again
 
 
 def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
