@@ -1018,6 +1018,7 @@ def fit(config: Config, train_tasks: list[dict], eval_tasks: list[dict], childre
                 state = policy.load(checkpoint)
                 scheduler.load_state_dict(state["scheduler"])
                 record, run.skipped = state["record"], run.groups_skipped()
+                begun -= record["seconds_total"]  # so that this is of the run
             if log.last == step:
                 record = None
             run.hand_over(policy, step)

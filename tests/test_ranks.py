@@ -159,6 +159,7 @@ def test_killed_in_the_middle_of_a_save_the_older_checkpoint_loads(models: Path,
         policy.save(directory / f"step-{step:06d}", 2, {"scheduler": {"version": step}})
     policy.finish_saving()
     assert [path.name for path in checkpoints(directory)] == ["step-000002", "step-000003"]
+    states = torch.get_rng_state(), random.getstate()
     pid = os.fork()
     if pid == 0:  # dies with everything written but the last file
         trainer.torch.save = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
@@ -169,7 +170,9 @@ def test_killed_in_the_middle_of_a_save_the_older_checkpoint_loads(models: Path,
     assert os.waitpid(pid, 0)[1] == signal.SIGKILL and (directory / "step-000004.writing").exists()
     found = newest_checkpoint(config)
     assert found == directory / "step-000003"
+    torch.manual_seed(7), random.seed(7)
     assert Policy(config, str(found), Ranks()).load(found)["scheduler"] == {"version": 3}
+    assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
     policy.save(directory / "step-000004", 2, {"scheduler": {"version": 4}})  # over what the killed one left
     policy.finish_saving()
     assert sorted(path.name for path in directory.iterdir()) == ["step-000003", "step-000004"]
