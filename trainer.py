@@ -119,8 +119,7 @@ class Ranks:
         self.rank, self.size, cuda = rank, size, torch.cuda.is_available()
         self.here = int(os.environ.get("LOCAL_RANK", rank))  # among those of this machine
         self.waiting = self.saving = None
-        if cuda:
-            torch.cuda.set_device(self.here)
+        use_gpu(self.here)
         if (size > 1 or cuda) and not dist.is_initialized():
             meet = {"init_method": address} if address else {"store": dist.HashStore()}
             dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=rank, world_size=size, **meet)
@@ -146,7 +145,14 @@ class Ranks:
         """Ends the others' `follow`, and the groups."""
         if self.size > 1:
             self.broadcast()
+        if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def use_gpu(here: int) -> None:
+    """To be called in each thread that may touch a GPU, which would take the first one. `here`: see Ranks."""
+    if torch.cuda.is_available():  # with --device cpu there may be more ranks than GPUs
+        torch.cuda.set_device(here % torch.cuda.device_count())
 
 
 def start_ranks(config: Config, children: Children) -> Ranks:
@@ -319,10 +325,11 @@ class Policy:
                                            "exp_avg": torch.zeros_like(shard), "exp_avg_sq": torch.zeros_like(shard)}
         states = [value for state in self.optimizer.state.values() for value in state.values() if value.dim()]
         frozen = [local(p).detach() for p in self.reference.parameters()] if self.reference else []
-        self.moved = Offload([*self.shards.values(), *states, *frozen]) if self.device.type == "cuda" else None
+        self.moved = Offload([*self.shards.values(), *frozen], states)
+        self.moves = self.device.type == "cuda"  # CPUs have but one memory
         self.engines: Engines | None = None  # which rank 0 speaks to
         self.pushed: dict[str, torch.Tensor] = {}  # bfloat16 shards that stay on the GPU until they are pushed
-        self.writer, self.written = ThreadPoolExecutor(1), Future()
+        self.writer, self.written = ThreadPoolExecutor(1, initializer=use_gpu, initargs=(self.ranks.here,)), Future()
         self.written.set_result(None)
 
     def logprobs(self, rows: list[Sample], scorer: Scorer | None = None,
@@ -349,6 +356,8 @@ class Policy:
     @torch.no_grad()
     def probe(self) -> torch.Tensor:
         """What the engines' log-probs are held against: those of all tokens after each prompt of PROBE, [8, V]."""
+        if self.moves:
+            self.moved.leave()  # the hand-over begins: the moments are not needed any more
         rows = [Sample([*ids, 0], [False] * len(ids) + [True], [0.0] * (len(ids) + 1), [-1] * (len(ids) + 1))
                 for ids in PROBE]
         return self.logprobs(rows, every=True)[0].cpu()
@@ -431,6 +440,7 @@ class Policy:
         if not torch.isfinite(norm):
             raise RuntimeError(f"the gradient norm is {norm.item()}: no update was made")
         torch.nn.utils.clip_grads_with_norm_(self.shards.values(), self.config.max_grad_norm, norm)
+        self.moved.finish()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return norm.item()
@@ -459,15 +469,15 @@ class Policy:
 
     @on_all_ranks
     def to_device(self) -> None:
-        """The trainer's turn: weights and optimizer are on the GPU again."""
-        if self.moved:
-            self.moved.restore()
+        """The trainer's turn: weights and optimizer come back to the GPU."""
+        self.moved.restore()
 
     @on_all_ranks
     def to_host(self) -> None:
         """The engine's turn is next: only the bfloat16 shards to push stay on the GPU, until `free`."""
-        if self.moved:
+        if self.moves:
             self._reshard()
+            torch.cuda.empty_cache()  # else the shards to push would hold on to parts of what the update has left
             self.pushed = {name: p.detach().bfloat16() for name, p in self.model.named_parameters()}
             self.moved.offload()
             torch.cuda.empty_cache()
@@ -475,8 +485,7 @@ class Policy:
     @on_all_ranks
     def free(self) -> None:
         self.pushed = {}
-        if self.moved:
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
     @on_all_ranks
     def push(self, version: int) -> tuple[bool, dict[str, float]]:
@@ -497,12 +506,13 @@ class Policy:
     def _state(self) -> dict[str, torch.Tensor]:
         """Copies in host memory of weights and moments, as parts of their whole (DTensor) where there are ranks."""
         self._reshard()
+        self.moved.finish()
         state = {}
         for (name, shard), p in zip(self.shards.items(), self.model.parameters()):
             for kind, tensor in {"weight": shard, **self.optimizer.state[shard]}.items():
                 if kind == "step":
                     continue
-                copied = (self.moved.content(tensor) if self.moved else tensor).cpu().clone()
+                copied = self.moved.content(tensor).cpu().clone()
                 if isinstance(p, DTensor):
                     copied = DTensor.from_local(copied, self.cpu_mesh, p.placements, run_check=False, shape=p.shape,
                                                 stride=p.stride())
@@ -596,38 +606,65 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 class Offload:
     """Tensors whose memory is given back while someone else has the GPU; their content waits in (pinned) host memory.
 
-    Storages are emptied and filled in place, so that every view of the tensors stays valid, those of FSDP too.
+    Copies run on a stream of their own, beside what the trainer computes (a CPU's streams do nothing):
+
+        restore    weights come back, then moments        a forward waits for the weights alone, `finish` for all
+        leave      moments go                             meanwhile the weights may be read
+        offload    moments, if they have not left, and weights go; then all memory is given back
+
+    Storages are emptied and filled in place, so that every view of the tensors stays valid, those of FSDP too. They
+    belong to the main stream, and only change their size when the copies are over.
     """
 
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self.tensors = [(tensor, tensor.untyped_storage().nbytes()) for tensor in tensors]
+    def __init__(self, weights: list[torch.Tensor], moments: list[torch.Tensor]) -> None:
+        self.weights, self.moments = weights, moments
+        self.sizes = [(tensor, tensor.untyped_storage().nbytes()) for tensor in weights + moments]
         self.host: dict[int, torch.Tensor] = {}
-        self.away = False
+        self.away = self.leaving = False
+        self.on = torch.get_device_module(weights[0].device)
+        self.aside = self.on.Stream()
 
     def content(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor's values, wherever they are."""
         return self.host[id(tensor)] if self.away else tensor
 
+    def leave(self) -> None:
+        if not self.leaving:
+            self._copy(self.moments, out=True)
+            self.leaving = True
+
     def offload(self) -> None:
-        for tensor, _ in self.tensors:
-            if id(tensor) not in self.host:  # pinned once, for the run: pinning takes longer than copying
-                self.host[id(tensor)] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-            self.host[id(tensor)].copy_(tensor, non_blocking=True)
-        self._wait()
-        for tensor, _ in self.tensors:
+        self.leave()
+        self._copy(self.weights, out=True)
+        self.on.synchronize()
+        for tensor, _ in self.sizes:
             tensor.untyped_storage().resize_(0)
-        self.away = True
+        self.away, self.leaving = True, False
 
     def restore(self) -> None:
-        for tensor, size in self.tensors if self.away else []:
+        if not self.away:
+            return
+        for tensor, size in self.sizes:
             tensor.untyped_storage().resize_(size)
-            tensor.copy_(self.host[id(tensor)], non_blocking=True)
-        self._wait()
+        self._copy(self.weights, out=False)
+        self.on.current_stream().wait_stream(self.aside)
+        self._copy(self.moments, out=False)
         self.away = False
 
-    def _wait(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+    def finish(self) -> None:
+        """To be called before the moments are used or anything is written: what was copied out before is out of date
+        then."""
+        self.on.current_stream().wait_stream(self.aside)
+        self.leaving = False
+
+    def _copy(self, tensors: list[torch.Tensor], out: bool) -> None:
+        self.aside.wait_stream(self.on.current_stream())
+        with self.on.stream(self.aside):
+            for tensor in tensors:
+                if id(tensor) not in self.host:  # pinned once, for the run: pinning takes longer than copying
+                    self.host[id(tensor)] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+                to, of = (self.host[id(tensor)], tensor) if out else (tensor, self.host[id(tensor)])
+                to.copy_(of, non_blocking=True)
 
 
 def split_rows(lengths: list[int], ranks: int, budget: int, packed: bool) -> list[list[int]]:
@@ -665,7 +702,8 @@ def packed_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Te
                      scaling: float | None = None, sliding_window: int | None = None, packed: Any = None,
                      **rest: Any) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]; each row sees
-    itself alone. `packed`: lengths and bounds of the rows. On a GPU one kernel for all of them, on a CPU row by row."""
+    itself alone. `packed`: lengths and bounds of the rows. On a GPU one kernel for all of them, which computes in
+    bfloat16 or float16 only (float32 ends with its RuntimeError); on a CPU row by row."""
     if packed is None:  # padded rows
         parts, rows = [(query, key, value)], [query.shape[2]]
     elif query.is_cuda:

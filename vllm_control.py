@@ -20,6 +20,7 @@ import base64
 import contextlib
 import fcntl
 import json
+import math
 import os
 import pickle
 import re
@@ -33,6 +34,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -172,8 +174,8 @@ def is_vllm(config: Config, device: str) -> bool:
 
 
 def uses_ipc(config: Config, device: str) -> bool:
-    """Whether engines and trainer share GPUs, so that weights go from one to the other without a host in between."""
-    return device == "cuda" and is_vllm(config, device) and not config.engine_url
+    """Whether weights go from trainer to engines without a host in between: they share GPUs, and both have vLLM."""
+    return device == "cuda" and is_vllm(config, device) and not config.engine_url and find_spec("vllm") is not None
 
 
 def vllm_python(config: Config) -> str:
@@ -258,6 +260,9 @@ def gpu_groups(config: Config, device: str) -> list[str]:
     gpus = named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
     if len(gpus) % size:
         raise ValueError(f"--tensor-parallel is {size}: must divide the number of visible GPUs ({len(gpus)})")
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", config.ranks or len(gpus)))
+    if ranks > len(gpus) or ranks < len(gpus) and uses_ipc(config, device):  # each engine's GPUs need a rank on them
+        raise ValueError(f"--ranks is {ranks}: must be the number of GPUs, {len(gpus)} (CUDA_VISIBLE_DEVICES hides some)")
     return [",".join(gpus[i:i + size]) for i in range(0, len(gpus), size)]
 
 
@@ -306,9 +311,13 @@ class Engine:
             self.answered, self.failed = time.monotonic(), self.failed or reply.status_code != 200
 
     def memory(self) -> float:
-        """GiB in use of its GPUs, by whomever."""
+        """GiB in use of its GPUs, by whomever; NaN where nvidia-smi does not tell (MIG, memory that the CPU shares)."""
         query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", self.gpus]
-        return sum(map(float, subprocess.run(query, capture_output=True, text=True, check=True).stdout.split())) / 1024
+        try:
+            told = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+            return sum(map(float, told.splitlines())) / 1024
+        except (OSError, subprocess.CalledProcessError, ValueError):
+            return math.nan
 
     def probe(self, version: int) -> list[tuple[int, float]]:
         """A sampled token and its log-prob after each probe prompt."""
@@ -436,11 +445,11 @@ class Engines:
         for engine in ours:
             had, kept = (used - engine.idle_memory for used in (before[engine.url], engine.memory()))
             freed += had - kept
-            # CUDA context, graphs and workspaces stay: a few GiB. Whoever slept already has nothing more to give.
-            if kept > max(4.0 * engine.gpus.count(",") + 4.0, had / 4):
+            # Contexts, its and the trainer's, graphs and workspaces stay: a few GiB. Whoever slept has no more to give.
+            if kept > max(6.0 * engine.gpus.count(",") + 6.0, had / 4):
                 raise EngineKeptMemory(f"engine {engine.url} sleeps and keeps {kept:.1f} of {had:.1f} GiB on GPU "
                                        f"{engine.gpus}: does --vllm-args switch its sleep mode off?")
-        return {"engine_freed_gib": freed} if ours else {}
+        return {"engine_freed_gib": freed} if ours and freed == freed else {}
 
     def resume(self, version: int, probe: Any) -> dict[str, float]:
         """Wakes the KV cache, empties the prefix cache (a weight update leaves stale entries), generates again, and

@@ -4,13 +4,14 @@ import os
 import random
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.overrides import TorchFunctionMode
 from transformers import (AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3_5Config, Qwen3_5ForCausalLM,
                           Qwen3_5ForConditionalGeneration, Qwen3_5TextConfig)
 
@@ -215,22 +216,90 @@ def test_a_sliding_window_is_kept_in_packed_rows(tmp_path: Path) -> None:
         torch.testing.assert_close(logprobs, want, atol=1e-5, rtol=0)
 
 
-def test_offloading_changes_nothing(models: Path, ranks: Ranks) -> None:
-    """The storages are emptied under FSDP and the optimizer and filled again (on a CPU the host memory is elsewhere, too)."""
+class Late:
+    """A device whose side streams copy only once somebody waits for them: what may happen on a GPU at the worst."""
+
+    def __init__(self) -> None:
+        self.main, self.side = self.Stream(), self.Stream()
+
+    class Stream(TorchFunctionMode):
+        def __init__(self) -> None:
+            self.copies = []
+
+        def __torch_function__(self, function: Callable, types: object, arguments: tuple = (), named: dict | None = None) -> object:
+            if function is not torch.Tensor.copy_:
+                return function(*arguments, **(named or {}))
+            self.copies.append(lambda: function(*arguments, **(named or {})))
+
+        def wait_stream(self, other: "Late.Stream") -> None:
+            while other.copies:
+                other.copies.pop(0)()
+
+    def stream(self, stream: "Late.Stream") -> "Late.Stream":
+        return stream
+
+    def current_stream(self) -> "Late.Stream":
+        return self.main
+
+    def synchronize(self) -> None:
+        self.main.wait_stream(self.side)
+
+
+def test_offloading_changes_nothing(models: Path, ranks: Ranks, tmp_path: Path) -> None:
+    """Turns of trainer and engine as on a GPU: storages are emptied under FSDP and the optimizer, and filled again."""
     name = "qwen3-untied"
-    wanted = trained(Policy(settings(models / name), str(models / name), Ranks()))
-    policy = Policy(settings(models / name), str(models / name), ranks)
-    states = [v for state in policy.optimizer.state.values() for v in state.values() if v.dim()]
-    moved = Offload([*policy.shards.values(), *states])
-    metrics = []
-    for step in range(3):
-        policy.scorer.reshard()
+    config = settings(models / name, kl_coef=0.1)
+    alone, together = Policy(config, str(models / name), Ranks()), Policy(config, str(models / name), ranks)
+    ranks.broadcast(("__setattr__", ("moves", True)))
+    together.moves, together.moved.on = True, Late()
+    together.moved.aside = together.moved.on.side
+    storages = [tensor.untyped_storage() for tensor, _ in together.moved.sizes]
+    assert len(storages) == 4 * len(together.shards)  # weights, two moments, the reference's weights
+    for step in range(4):
+        metrics = []
+        for policy in (alone, together):
+            policy.to_device()
+            metrics.append(policy.train([rollouts(step), rollouts(step + 10)], step)[0])
+        torch.testing.assert_close(together.probe(), alone.probe(), atol=1e-4, rtol=0)
+        together.to_host()
+        assert not any(storage.nbytes() for storage in storages)
+        assert not together.push(step)[0]  # there are no engines: only the gathering
+        wanted, got, pushed = alone.weights(), together.weights(), together.pushed  # the weights are read from host memory
+        assert_equal((metrics[:1], wanted), (metrics[1:], got))
+        assert all(torch.equal(pushed[key].to_local(), p.chunk(ranks.size)[0].bfloat16()) for key, p in got.items())
+        together.free()
+    together.save(tmp_path / "step-000004", 2, {})
+    together.finish_saving()
+    saved = together._state()
+    together.to_device()
+    for key, value in together._state().items():
+        assert torch.equal(value.to_local(), saved[key].to_local())
+    again = Policy(config, str(tmp_path / "step-000004"), Ranks())
+    again.load(tmp_path / "step-000004")
+    assert_equal(trained(again, range(4, 5)), trained(together, range(4, 5)))
+
+
+def test_copies_that_come_late_are_waited_for() -> None:
+    weights, moments = ([torch.full((4, 2), float(i)) for i in range(2)] for _ in range(2))
+    moved = Offload(weights, moments)
+    moved.on, views = Late(), [tensor[1:3] for tensor in weights + moments]
+    moved.aside = moved.on.side
+    for turn in range(3):
+        moved.leave()
+        assert moved.on.side.copies  # beside the probe, which reads the weights
+        if turn == 1:  # no hand-over came of it, but another update
+            moved.finish()
+            for tensor in weights + moments:
+                tensor += 100
         moved.offload()
-        assert all(s.untyped_storage().nbytes() == 0 for s in policy.shards.values())
-        assert moved.content(states[0]).shape == states[0].shape
+        assert not any(tensor.untyped_storage().nbytes() for tensor in weights + moments)
+        wanted = [float(i + 100 * (turn > 0)) for i in range(2)]
+        assert [moved.content(tensor).unique().item() for tensor in weights + moments] == wanted * 2
         moved.restore()
-        metrics += trained(policy, range(step, step + 1))[0]
-    assert_equal(wanted, (metrics, policy.weights()))
+        assert [tensor.unique().item() for tensor in weights] == wanted  # a forward may start
+        assert len(moved.on.side.copies) == len(moments)  # while these are under way
+        moved.finish()
+        assert [view.unique().item() for view in views] == wanted * 2 and not moved.on.side.copies
 
 
 @pytest.mark.parametrize("packed", [True, False])
