@@ -375,6 +375,38 @@ def test_an_engine_that_keeps_its_memory_is_named(tmp_path: Path) -> None:
         recorded(tmp_path, [120.5, 60.5])[0].sleep()
 
 
+def test_gpus_of_engines_and_ranks_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-1a,6,7")
+    groups = lambda **settings: vllm_control.gpu_groups(Config(**settings), "cuda")  # noqa: E731
+    assert groups() == ["4", "GPU-1a", "6", "7"] and groups(tensor_parallel=2) == ["4,GPU-1a", "6,7"]
+    assert vllm_control.gpu_groups(Config(ranks=7), "cpu") == [""]
+    with pytest.raises(ValueError, match="--tensor-parallel is 3"):
+        groups(tensor_parallel=3)
+    with pytest.raises(ValueError, match="--ranks is 5: must be the number of GPUs, 4"):
+        groups(ranks=5)
+    assert len(groups(ranks=2)) == 4  # through files: this interpreter has no vLLM
+    monkeypatch.setattr(vllm_control, "find_spec", lambda name: name == "vllm")
+    with pytest.raises(ValueError, match="--ranks is 2"):  # over CUDA IPC
+        groups(ranks=2)
+    assert len(groups(ranks=2, engine="embedded")) == len(groups(ranks=4)) == 4
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    with pytest.raises(ValueError, match="--ranks is 8"):  # torchrun's
+        groups()
+
+
+@pytest.mark.parametrize("told,memory", [("1024\n2048\n", 3.0), ("[N/A]\n", None), ("[Insufficient Permissions]\n", None), ("", None)])
+def test_memory_that_nvidia_smi_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str, memory: float | None) -> None:
+    """MIG, memory that the CPU shares, no nvidia-smi: whether an engine's memory is free is not known, and the run goes on."""
+    engine = vllm_control.Engine("http://127.0.0.1:9", "key", gpus="0,1")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if told:
+        script = f"#!{sys.executable}\nimport sys\nassert sys.argv[-2:] == ['-i', '0,1'], sys.argv\nprint({told!r}, end='')\n"
+        (tmp_path / "nvidia-smi").write_text(script)
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    assert engine.memory() == memory or memory is None and engine.memory() != engine.memory()
+    assert recorded(tmp_path, [float("nan")] * 2)[0].sleep() == {}
+
+
 def test_the_order_of_a_hand_over(tmp_path: Path) -> None:
     """The KV cache sleeps until the weights are there and the trainer has freed the GPU; then its prefixes are stale."""
     engines, asked = recorded(tmp_path, [10.0, 1.0] * 2)
