@@ -617,9 +617,8 @@ class Offload:
     """
 
     def __init__(self, weights: list[torch.Tensor], moments: list[torch.Tensor]) -> None:
-        self.weights, self.moments = weights, moments
+        self.weights, self.moments, self.host = weights, moments, {}  # host: copies by id
         self.sizes = [(tensor, tensor.untyped_storage().nbytes()) for tensor in weights + moments]
-        self.host: dict[int, torch.Tensor] = {}
         self.away = self.leaving = False
         self.on = torch.get_device_module(weights[0].device)
         self.aside = self.on.Stream()
