@@ -123,8 +123,9 @@ class Config:
     """AdamW decay of the mean of their squares."""
     max_grad_norm: float = 1.0
     """Gradients are clipped to this norm."""
-    micro_batch_tokens: int = 16384
-    """Tokens (padding included) of one forward and backward pass of a rank. Gradients do not depend on it."""
+    micro_batch_tokens: int = 0
+    """Tokens (padding included) of one forward and backward pass of a rank. Gradients do not depend on it. 0: 16384 on
+    a GPU, 1024 on a CPU, which has no use for more; a longer row is alone in its pass."""
     activation_checkpointing: Literal["auto", "on", "off"] = "auto"
     """Compute activations again in the backward instead of keeping them. auto: on a GPU."""
 
@@ -197,12 +198,12 @@ class Config:
                 raise ValueError(f"{flag} is {getattr(self, setting)!r}: {right}")
 
         positive = "steps groups_per_step max_running max_attempts rollout_timeout max_response_tokens lr minibatches \
-            max_grad_norm micro_batch_tokens keep_checkpoints temperature loss_horizon eval_rollouts_per_task \
+            max_grad_norm keep_checkpoints temperature loss_horizon eval_rollouts_per_task \
             max_staleness tensor_parallel"
         for setting in positive.split():
             need(getattr(self, setting) > 0, setting, "must be greater than 0")
         for setting in "ranks max_refills eval_every eval_tasks kl_coef lr_warmup_steps weight_decay threads \
-                checkpoint_every clip_low clip_high eval_temperature probe_tolerance".split():
+                micro_batch_tokens checkpoint_every clip_low clip_high eval_temperature probe_tolerance".split():
             need(getattr(self, setting) >= 0, setting, "must not be negative")
         need(bool(re.fullmatch(r"[A-Za-z0-9_.-]{1,80}", self.name)) and self.name not in (".", ".."), "name",
              "use 1 to 80 letters, digits, '_', '.', '-'")
@@ -216,7 +217,7 @@ class Config:
         need(self.dual_clip > 1 + self.clip_high, "dual_clip", f"must be over 1 + --clip-high ({1 + self.clip_high})")
         need(self.max_response_tokens < self.max_context_tokens, "max_response_tokens",
              f"must be under --max-context-tokens ({self.max_context_tokens})")
-        need(self.micro_batch_tokens >= self.max_context_tokens, "micro_batch_tokens",
+        need(not 0 < self.micro_batch_tokens < self.max_context_tokens, "micro_batch_tokens",
              f"must hold the longest row, --max-context-tokens ({self.max_context_tokens}): a row is never split")
         need(0 <= self.adam_beta1 < 1, "adam_beta1", "must be in [0, 1)")
         need(0 <= self.adam_beta2 < 1, "adam_beta2", "must be in [0, 1)")

@@ -51,6 +51,7 @@ from vllm_control import HERE, PROBE, RESTARTS, Children, Engines, free_port, he
 
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**28}  # float32 logits of one chunk: 64 MB, 1 GB
 PAGE = 200  # finished rollouts that are read at once
+MICRO_BATCH_TOKENS = {"cpu": 2**10, "cuda": 2**14}
 PACKABLE = {"full_attention", "sliding_attention"}  # layers that keep rows apart in one sequence
 
 
@@ -366,7 +367,8 @@ class Policy:
         """This rank's micro-batches (indices of rows), as many as every other rank's, whose turns it shares. Where
         there are too few rows, it runs a short one that does not count (False)."""
         lengths = [len(row.ids) for row in rows]
-        batches = split_rows(lengths, self.ranks.size, self.config.micro_batch_tokens, self.packs)
+        budget = self.config.micro_batch_tokens or MICRO_BATCH_TOKENS[self.device.type]
+        batches = split_rows(lengths, self.ranks.size, budget, self.packs)
         spare = lengths.index(min(lengths))
         return [(batch or [spare], bool(batch)) for batch in batches[self.ranks.rank::self.ranks.size]]
 
@@ -728,7 +730,7 @@ def packed_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Te
 
 
 class ChunkedLogprobs(torch.autograd.Function):
-    """Log-probs and entropies with the logits of one chunk in memory at a time; the backward computes them again."""
+    """Log-probs and entropies, a chunk of the logits in memory at a time; the backward computes them again."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float,
@@ -737,10 +739,13 @@ class ChunkedLogprobs(torch.autograd.Function):
         for start in range(0, len(targets), size):
             part = slice(start, start + size)
             logits = (hidden[part] @ weight.t()).float().div_(temperature)  # (n, V)
-            norms[part] = logits.logsumexp(-1)
-            logits -= norms[part, None]
-            logprobs[part] = logits.gather(-1, targets[part, None])[:, 0]
-            entropies[part] = -(logits.exp() * logits).sum(-1)
+            largest = logits.amax(-1)
+            probs = logits.sub_(largest[:, None]).exp()  # not normalized
+            total = probs.sum(-1)
+            norms[part] = largest + total.log()
+            logprobs[part] = logits.gather(-1, targets[part, None])[:, 0] - total.log()
+            entropies[part] = total.log() - probs.mul_(logits).sum(-1) / total
+            del logits, probs  # before the next ones are made
         ctx.save_for_backward(hidden, weight, targets, norms)
         ctx.temperature, ctx.size = temperature, size
         ctx.mark_non_differentiable(entropies)
@@ -758,6 +763,7 @@ class ChunkedLogprobs(torch.autograd.Function):
             probs = probs.to(weight.dtype)
             grad_hidden[part] = probs @ weight
             grad_weight.addmm_(probs.t(), hidden[part])
+            del probs
         return grad_hidden, grad_weight, None, None, None
 
 
@@ -765,7 +771,8 @@ def chunked_logprobs(hidden: torch.Tensor, targets: torch.Tensor, head: torch.nn
                      temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs of `targets` [N] and entropies [N] from the states [N, D] before them, at `temperature`.
 
-    In chunks of at most CHUNK_LOGITS logits, computed again in the backward: the extra memory is one chunk's.
+    In chunks of at most CHUNK_LOGITS logits, computed again in the backward: the extra memory is that of two chunks
+    (logits and probabilities), however many tokens there are.
     """
     assert head.bias is None, "an output layer with a bias"
     size = max(1, CHUNK_LOGITS[hidden.device.type] // head.weight.shape[0])

@@ -262,7 +262,7 @@ def gpu_groups(config: Config, device: str) -> list[str]:
         raise ValueError(f"--tensor-parallel is {size}: must divide the number of visible GPUs ({len(gpus)})")
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", config.ranks or len(gpus)))
     if ranks > len(gpus) or ranks < len(gpus) and uses_ipc(config, device):  # each engine's GPUs need a rank on them
-        raise ValueError(f"--ranks is {ranks}: must be the number of GPUs, {len(gpus)} (CUDA_VISIBLE_DEVICES hides some)")
+        raise ValueError(f"--ranks is {ranks}: must be {len(gpus)}, the number of visible GPUs")
     return [",".join(gpus[i:i + size]) for i in range(0, len(gpus), size)]
 
 
