@@ -196,7 +196,7 @@ def check_books(run: Run, abandoned: set[str]) -> dict[str, int]:
 
 def test_a_run_that_everything_happens_to(start: Path, tmp_path: Path) -> None:
     """Each process of a run killed, and more, each time at a random moment; in between it goes on with --resume."""
-    seed = int(os.environ.get("HARNESSED_SEED", random.SystemRandom().randrange(10_000)))
+    seed = int(os.environ.get("HARNESSED_SEED", "1"))
     draw, abandoned, resampled = random.Random(seed), set(), 0
     shutil.copytree(start, tmp_path, dirs_exist_ok=True)
     events = ["gateway", "controller", "rank1", "rank0 in a save", "SIGTERM in a save", "full disk"]
