@@ -169,6 +169,7 @@ def test_killed_in_the_middle_of_a_save_the_older_checkpoint_loads(models: Path,
         policy.finish_saving()
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == signal.SIGKILL and (directory / "step-000004.writing").exists()
+    (config.run_dir / "metrics.jsonl").touch()
     found = newest_checkpoint(config)
     assert found == directory / "step-000003"
     torch.manual_seed(7), random.seed(7)
