@@ -220,8 +220,8 @@ def search_run(directory: Path, name: str, model: Path, *flags: str) -> list[dic
     corpus.write_text(json.dumps({"title": "Colours", "text": "Red is one."}) + "\n")
     argv = [sys.executable, "train_search.py", "--model", str(model), "--name", name, "--runs-dir", str(directory), "--train-file",
             str(questions), "--eval-file", str(questions), "--corpus", str(corpus), *(
-                "--steps 4 --groups-per-step 4 --rollouts-per-group 8 --eval-every 4 --eval-rollouts-per-task 16 --max-response-tokens 12 "
-                "--max-context-tokens 512 --micro-batch-tokens 1024 --lr 1e-3 --threads 1 --ranks 2 --max-running 16 --wandb disabled "
+                "--steps 10 --groups-per-step 4 --rollouts-per-group 8 --eval-every 10 --eval-rollouts-per-task 16 --max-response-tokens 12 "
+                "--max-context-tokens 512 --micro-batch-tokens 1024 --lr 7e-4 --threads 1 --ranks 2 --max-running 16 --wandb disabled "
                 "--checkpoint-every 0").split(), *flags]
     done = subprocess.run(argv, cwd=ROOT, text=True, capture_output=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -233,7 +233,7 @@ def test_a_run_with_vllm_and_two_ranks_learns_what_one_with_the_embedded_engine_
     for flags in (["--engine", "vllm", "--vllm-python", python, "--vllm-args=--block-size 32", "--groups-in-flight", "6"],
                   ["--engine", "embedded"]):
         records = search_run(tmp_path, flags[1], model, *flags)
-        assert 0.2 < records[0]["eval_reward"] < 0.8 and records[-1]["eval_reward"] > records[0]["eval_reward"] + 0.05, records
+        assert 0.2 < records[0]["eval_reward"] < 0.8 and records[-1]["eval_reward"] > records[0]["eval_reward"] + 0.1, records
         for record in records[1:]:
             assert record["logprob_gap_max"] < 1e-4 and record["probe_gap"] < 1e-4  # of tokens that are labelled with the present version
             assert record["push_gb_per_second"] > 0 and record["engine_restarts"] == 0
@@ -382,7 +382,7 @@ def test_gpus_of_engines_and_ranks_fit_together(monkeypatch: pytest.MonkeyPatch)
     assert vllm_control.gpu_groups(Config(ranks=7), "cpu") == [""]
     with pytest.raises(ValueError, match="--tensor-parallel is 3"):
         groups(tensor_parallel=3)
-    with pytest.raises(ValueError, match="--ranks is 5: must be the number of GPUs, 4"):
+    with pytest.raises(ValueError, match="--ranks is 5: must be 4, the number of visible GPUs"):
         groups(ranks=5)
     assert len(groups(ranks=2)) == 4  # through files: this interpreter has no vLLM
     monkeypatch.setattr(vllm_control, "find_spec", lambda name: name == "vllm")
