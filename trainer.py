@@ -330,8 +330,8 @@ class Policy:
         self.moves = self.device.type == "cuda"  # CPUs have but one memory
         self.engines: Engines | None = None  # which rank 0 speaks to
         self.pushed: dict[str, torch.Tensor] = {}  # bfloat16 shards that stay on the GPU until they are pushed
-        self.writer, self.written = ThreadPoolExecutor(1, initializer=use_gpu, initargs=(self.ranks.here,)), Future()
-        self.written.set_result(None)
+        self.writer = ThreadPoolExecutor(1, initializer=use_gpu, initargs=(self.ranks.here,))
+        self.written: Future = self.writer.submit(int)  # begins the thread: a signal while it begins would lose it
 
     def logprobs(self, rows: list[Sample], scorer: Scorer | None = None,
                  every: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -1056,7 +1056,7 @@ def fit(config: Config, train_tasks: list[dict], eval_tasks: list[dict], childre
             begun = time.monotonic()
             run.switch_to_trainer()
             policy = Policy(config, str(checkpoint or config.model), ranks)
-            stack.callback(lambda: policy.written.exception())  # however this ends: a checkpoint is written to its end
+            stack.callback(policy.writer.shutdown)  # however this ends: a checkpoint is written to its end
             record: dict[str, Any] | None = {"step": 0}  # of the last step, until it is evaluated and logged
             if checkpoint:
                 state = policy.load(checkpoint)
