@@ -1056,7 +1056,7 @@ def fit(config: Config, train_tasks: list[dict], eval_tasks: list[dict], childre
             begun = time.monotonic()
             run.switch_to_trainer()
             policy = Policy(config, str(checkpoint or config.model), ranks)
-            stack.callback(policy.writer.shutdown)  # however this ends: a checkpoint is written to its end
+            stack.callback(policy.writer.shutdown)  # however this ends: not in the middle of a write
             record: dict[str, Any] | None = {"step": 0}  # of the last step, until it is evaluated and logged
             if checkpoint:
                 state = policy.load(checkpoint)
