@@ -347,7 +347,7 @@ class Model:
 
     def load(self, path: str) -> None:
         """Replaces the weights in place by those of the *.safetensors in `path`; checks all before it writes any."""
-        given = {name.replace("model.language_model.", "model.", 1): t  # text part of a vision-language one
+        given = {name.replace("model.language_model.", "model.", 1): t  # as a vision-language model names its text part
                  for f in sorted(Path(path).glob("*.safetensors")) for name, t in load_file(f).items()}
         shapes = {name: t.shape for name, t in self.model.state_dict().items()}
         wrong = [name for name, _ in self.model.named_parameters() if name not in given]  # tied weights: once

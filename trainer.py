@@ -61,7 +61,7 @@ class Gateway:
     def __init__(self, url: str, admin_key: str, check: Callable[[], None]) -> None:
         """`check` raises if the gateway is ours and has died."""
         headers, self.check = {"Authorization": f"Bearer {admin_key}"}, check
-        self.http = httpx.Client(base_url=url, headers=headers, timeout=120, trust_env=False)
+        self.url, self.http = url, httpx.Client(base_url=url, headers=headers, timeout=120, trust_env=False)
         self.version = 0  # of the weights that the engine has
 
     def call(self, method: str, path: str, body: dict | None = None, **params: Any) -> dict:
@@ -73,7 +73,7 @@ class Gateway:
             except httpx.TransportError as error:
                 self.check()
                 if attempt == 19:
-                    raise RuntimeError(f"the gateway at {self.http.base_url} does not answer: {error}") from None
+                    raise RuntimeError(f"the gateway at {self.url} does not answer: {error}") from None
                 time.sleep(0.5)
         if reply.status_code >= 400:
             raise RuntimeError(f"gateway {method} {path} answered {reply.status_code}: {reply.text[:500]}")
@@ -156,6 +156,10 @@ def use_gpu(here: int) -> None:
         torch.cuda.set_device(here % torch.cuda.device_count())
 
 
+def device_of(config: Config) -> str:
+    return "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
+
+
 def start_ranks(config: Config, children: Children) -> Ranks:
     """Rank 0 of the run: under torchrun of those that it started, else of --ranks processes on this machine."""
     if "WORLD_SIZE" in os.environ:
@@ -211,7 +215,7 @@ def follow(address: str, rank: int, size: int) -> None:
 def start_engines(config: Config, ranks: Ranks, children: Children) -> Engines | None:
     """Of this machine, if this rank is its first; rank 0's return value knows those of the other machines, too."""
     engines, first = None, ranks.here == 0 and not (ranks.rank and config.engine_url)
-    device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
+    device = device_of(config)
     if ranks.rank == 0:
         engines = Engines(config, device, children)  # makes the key that the others read
         ranks.broadcast(("start_engines", (plain(config),)))
@@ -303,7 +307,7 @@ class Policy:
         self.config, self.ranks = config, ranks or Ranks()
         if self.ranks.rank == 0:
             self.ranks.broadcast(("Policy", (plain(config), directory)))
-        self.device = torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
+        self.device = torch.device(device_of(config))
         here = int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks.size))
         torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // here))
         torch.manual_seed(config.seed)
@@ -863,13 +867,13 @@ class Run:
         self.secret_file = secret_file
 
     def wait_for_gateway(self) -> None:
-        url = str(self.gateway.http.base_url).rstrip("/")
+        url = self.gateway.url
         self.children.wait_until(lambda: healthy(url), f"the gateway at {url}", 60)
 
     def wait_for_engines(self) -> None:
         """Until they answer; then the controller starts. To be called under `gateway.hold()`: they have the original
         weights, and rollouts may be waiting."""
-        c, children, gateway_url = self.config, self.children, str(self.gateway.http.base_url).rstrip("/")
+        c, children, gateway_url = self.config, self.children, self.gateway.url
         self.engines.wait_ready()
         if c.start_controller:
             parts = [part for task in [*self.train_tasks, *self.eval_tasks] for part in
@@ -1051,12 +1055,12 @@ def fit(config: Config, train_tasks: list[dict], eval_tasks: list[dict], childre
         run.wait_for_gateway()
         with run.gateway.hold():
             run.wait_for_engines()
-            log.say(f"gateway {run.gateway.http.base_url}, engines {' '.join(run.engines.urls)}, "
+            log.say(f"gateway {run.gateway.url}, engines {' '.join(run.engines.urls)}, "
                     f"files in {config.run_dir}")
             begun = time.monotonic()
             run.switch_to_trainer()
             policy = Policy(config, str(checkpoint or config.model), ranks)
-            stack.callback(policy.writer.shutdown)  # however this ends: not in the middle of a write
+            stack.callback(policy.writer.shutdown)  # however this ends: a checkpoint is written to its end
             record: dict[str, Any] | None = {"step": 0}  # of the last step, until it is evaluated and logged
             if checkpoint:
                 state = policy.load(checkpoint)

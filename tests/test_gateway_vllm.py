@@ -57,8 +57,7 @@ class Backend:
 
     def update(self, version: int) -> None:
         """The trainer's order of calls for new weights."""
-        method = "reload_weights" if self.kind == "ours" else "reload_tied_weights"
-        self.post("/collective_rpc", method=method, kwargs={"weights_path": str(self.directories[version - 1])})
+        self.post("/collective_rpc", method="reload_tied_weights", kwargs={"weights_path": str(self.directories[version - 1])})
         self.post("/update_weight_version", new_version=str(version))
         self.http.post("/reset_prefix_cache")
 
