@@ -3,7 +3,7 @@
 Time comes in as `now` (seconds), facts as events, decisions are read off: the same object runs live and simulated.
 
     events     group_started(group, now), rollout_finished(record, now) -> outcome, update_started(groups, now),
-               update_finished(now, version), evaluation_started(rollout_ids, now)
+               update_finished(now, version), engine_resumed(now, switch_seconds), evaluation_started(rollout_ids, now)
     decisions  to_start() -> [Group]: post these (`id`; its task is `task_order(seed, n_tasks, group.k)`)
                ready_to_update(now) -> ([Group], why): train their `kept` records; none: `why` says what is waited for
                stop_reason() -> str, empty while there is something to do
@@ -12,17 +12,18 @@ Time comes in as `now` (seconds), facts as events, decisions are read off: the s
                the next decision: our own version will reach the numbers that an abandoned branch has used
 
 Who waits for whom:
-- At most `groups_in_flight` groups are running, or complete and not trained (`groups_per_step`: synchronous RL).
+- At most `groups_in_flight` groups are running, or complete and not trained (`groups_per_step`: synchronous RL;
+  "auto": so many that on average `groups_per_step * rollouts_per_group` rollouts run, however long the slowest take).
 - An update takes the `groups_per_step` complete groups that started first. It waits for a running evaluation, and for
-  running groups that would get older than `max_staleness` if younger ones were trained before them; for nothing else.
+  running groups that would get older than `max_staleness` if younger ones were trained before them.
+- The trainer's turn goes on while there are groups for one more update. It begins later, with groups for more updates,
+  where that costs less than a switch of engine and trainer (`_one_more`): short updates are not drowned in switches.
 - Groups without a signal (equal rewards, fewer than two rewards left) are skipped and replaced, `max_refills` of them
   a step; beyond that the step is smaller; after `max_skipped_steps` empty steps in a row the run stops.
-- Nothing waits for ever: `group_timeout` (without the time of updates) ends a group with the rollouts it has,
+- Nothing waits for ever: `group_timeout` (without the trainer's turns) ends a group with the rollouts it has,
   `evaluation_timeout` an evaluation. What comes later is ignored and counted.
 - Staleness of a token: the version being trained minus the one that sampled it. Rollouts over the bound all the same
   (a restart) are dropped and counted; so are those with tokens of later versions (a branch that a restart abandoned).
-
-Left out: the cost of a switch, prediction of finishing times.
 """
 
 import math
@@ -54,24 +55,28 @@ class Group:
     k: int  # place in the data order; the first group of a run is 0
     attempt: int = 0  # how often it had to be run again
     version: int = 0  # of the weights when it started
-    started: float = 0.0  # updates since then are taken out: it moves on with them
-    finished: float = math.inf
+    started: float = 0.0  # the trainer's turns since then are taken out: it moves on with them
+    seconds: float = 0.0  # that its finished rollouts took, summed
     state: str = "running"
     results: dict[str, Record] = field(default_factory=dict)  # every final record by rollout id
     kept: list[Record] = field(default_factory=list)  # those to train: with a reward, not stale, not abandoned
 
 
 class Scheduler:
-    """See the module's docstring. `max_staleness` None: twice groups_in_flight / groups_per_step. `max_groups`: all
-    epochs of the data. `dataset` becomes part of the ids, so that two data sets never share a group."""
+    """See the module's docstring. `max_staleness` None: twice groups_in_flight / groups_per_step, for "auto" 8; "auto"
+    keeps to the same rule, read backwards. `max_groups`: all epochs of the data. `dataset` becomes part of the ids, so
+    that two data sets never share a group."""
 
     def __init__(
-        self, *, groups_per_step: int, rollouts_per_group: int, groups_in_flight: int = 0, max_refills: int = 0,
+        self, *, groups_per_step: int, rollouts_per_group: int, groups_in_flight: Any = 0, max_refills: int = 0,
         max_staleness: int | None = None, max_skipped_steps: int = 3, group_timeout: float = math.inf,
         evaluation_timeout: float = math.inf, max_groups: float = math.inf, dataset: str = "train", version: int = 0,
     ) -> None:
         self.groups_per_step, self.rollouts_per_group = groups_per_step, rollouts_per_group
-        self.groups_in_flight = in_flight = groups_in_flight or groups_per_step
+        auto, bound = groups_in_flight == "auto", 8 if max_staleness is None else max_staleness
+        self.most_in_flight = max(groups_per_step, groups_per_step * bound // 2) if auto else 0
+        in_flight = self.most_in_flight or groups_in_flight or groups_per_step
+        self.groups_in_flight = min(in_flight, 2 * groups_per_step) if auto else in_flight
         self.max_refills, self.max_skipped_steps, self.max_groups = max_refills, max_skipped_steps, max_groups
         self.group_timeout, self.evaluation_timeout = group_timeout, evaluation_timeout
         if not in_flight >= groups_per_step >= 1 or rollouts_per_group < 2 or max_skipped_steps < 1:
@@ -95,21 +100,24 @@ class Scheduler:
         self.skipped = self.skipped_steps = 0  # groups without a signal since the last step; empty steps in a row
         self.evaluating: set[str] = set()  # ids of evaluation rollouts that run
         self.evaluation_start = 0.0
-        self.update_start: float | None = None
+        self.updating = False
+        self.turn: float | None = 0.0  # the trainer's, taken out of the groups' time up to here; None: the engine's
+        self.engine_start = self.switch_seconds = 0.0  # of the engine's turn; there and back again, mean of the last
 
     # Decisions
 
     def to_start(self) -> list[Group]:
         """Groups to post now, those of an earlier run first. Nothing changes before `group_started`."""
-        if self.update_start is not None or self.stop_reason():
+        if self.updating or self.stop_reason():
             return []
         room = max(0, self.groups_in_flight - len(self.groups) - self._unreplaced())
         new = range(self.next_k, int(min(self.next_k + room, self.max_groups)))
         return [*self.restarts, *(Group(self._id(k), k, version=self.version) for k in new)][:room]
 
-    def ready_to_update(self, now: float) -> tuple[list[Group], str]:
-        """Groups to train now, or none and what is waited for. A step that is smaller than asked for says so."""
-        if self.update_start is not None:
+    def ready_to_update(self, now: float, more: bool = True) -> tuple[list[Group], str]:
+        """Groups to train now, or none and what is waited for. A step that is smaller than asked for says so. `more`:
+        whether another update could follow in the same turn."""
+        if self.updating:
             return [], "an update is running"
         self._end_overdue(now)
         if self.evaluating:
@@ -125,6 +133,8 @@ class Scheduler:
         chosen = complete[:self.groups_per_step]
         if blocker := self._blocker(chosen):
             return [], f"group {blocker.id} of version {blocker.version} would get older than max_staleness"
+        if more and self.turn is None and self._one_more(len(complete), now):
+            return [], f"{len(complete)} groups are complete; another step's cost less than the switches after this one"
         small = f"smaller step: {len(chosen)} of {self.groups_per_step} groups, {self.skipped} were skipped"
         return chosen, "" if len(chosen) == self.groups_per_step else small
 
@@ -177,15 +187,15 @@ class Scheduler:
         if group is None or group.state != "running" or name in group.results:
             return "duplicate" if group and name in group.results else "late"
         group.results[name] = record
+        group.seconds += now - group.started
         if len(group.results) == self.rollouts_per_group:
-            group.finished = now
             self._settle(group)
         return _fate(record)
 
     def update_started(self, groups: list[Group], now: float) -> None:
         """The groups of `ready_to_update` are being trained: they are consumed, whatever comes of it."""
-        assert self.update_start is None, "an update is already running"
-        self.update_start = now
+        assert not self.updating, "an update is already running"
+        self.updating, self.turn = True, now
         for group in groups:
             assert self.groups.pop(group.id).state == "complete", f"group {group.id} is not complete"
             group.state = "consumed"
@@ -193,17 +203,27 @@ class Scheduler:
             self.counts["rollouts_stale"] += _stale(group)
         self.counts["groups_consumed"] += len(groups)
         self.skipped = self.skipped_steps = 0
+        if self.most_in_flight and (busy := sum(group.seconds for group in groups)):
+            # Little's law: of all places, busy / places are rollouts that run, the rest wait for their group's others
+            places = self.rollouts_per_group * sum(now - group.started for group in groups)
+            wanted = round((self.groups_in_flight + self.groups_per_step * places / busy) / 2)
+            self.groups_in_flight = max(self.groups_per_step, min(wanted, self.most_in_flight))
 
     def update_finished(self, now: float, version: int) -> None:
         """The weights `version` sample from now on. To be called before any record with its tokens is fed."""
-        assert self.update_start is not None, "no update is running"
-        for group in self.groups.values():
-            group.started += now - self.update_start  # calls were held: it does not count against their time
-        self.update_start, self.version = None, version
+        assert self.updating, "no update is running"
+        self._take_out(now)
+        self.updating, self.version = False, version
         for group in self._in_state("complete"):
             self._settle(group)  # again: some of its tokens may be too old now
         for name in [name for name in self.early if not self._is_to_come(name)]:  # a rerun of another branch
             self.counts["rollouts_late"] += len(self.early.pop(name))
+
+    def engine_resumed(self, now: float, switch_seconds: float) -> None:
+        """The trainer's turn is over. `switch_seconds`: of it, for sleep, load, push and wake."""
+        self._take_out(now)
+        self.turn, self.engine_start = None, now
+        self.switch_seconds = (switch_seconds + (self.switch_seconds or switch_seconds)) / 2
 
     def evaluation_started(self, rollout_ids: list[str], now: float) -> None:
         """Rollouts of kind `eval` were posted. They are never trained, and updates wait for them."""
@@ -247,6 +267,23 @@ class Scheduler:
 
     def _more_data(self) -> bool:
         return bool(self.restarts) or self.next_k < self.max_groups
+
+    def _take_out(self, now: float) -> None:
+        """Calls are held in the trainer's turn: it does not count against the groups' time."""
+        for group in self.groups.values():
+            group.started += now - self.turn
+        self.turn = now
+
+    def _one_more(self, complete: int, now: float) -> bool:
+        """Whether to wait until there are groups for one more update in the trainer's next turn.
+
+        At the rate at which the complete ones came, the missing ones take missing / complete of the engine's turn. So
+        long the places of the complete ones stay empty; a switch of its own would stop the running ones. (The updates
+        themselves take as long either way.) The slower half of these is not waited for: the rate says nothing of them.
+        """
+        running, missing = len(self._in_state("running")), self.groups_per_step - complete % self.groups_per_step
+        return (complete >= self.groups_per_step and 2 * missing <= running
+                and missing * (now - self.engine_start) < running * self.switch_seconds)
 
     def _end_overdue(self, now: float) -> None:
         for group in self._in_state("running"):
