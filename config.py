@@ -9,6 +9,7 @@ is its `--help`. Names say what is counted: `groups_per_step`, `rollouts_per_gro
 import dataclasses
 import hashlib
 import hmac
+import math
 import os
 import re
 import sys
@@ -51,10 +52,11 @@ class Config:
     """Groups (rollouts of one task) that one optimizer step consumes."""
     rollouts_per_group: int = 8
     """Rollouts of one task; their mean reward is the baseline."""
-    groups_in_flight: int = 0
-    """Groups kept running at once. 0: GROUPS_PER_STEP, which is synchronous RL; more is collocated async."""
+    groups_in_flight: int | Literal["auto"] = 0
+    """Groups kept running at once. 0: GROUPS_PER_STEP, which is synchronous RL; more is collocated async. auto: as many
+    as keep GROUPS_PER_STEP * ROLLOUTS_PER_GROUP rollouts running, up to MAX_STALENESS / 2 * GROUPS_PER_STEP."""
     max_staleness: int = 0
-    """Oldest token that is trained, in weight versions. 0: 2 * GROUPS_IN_FLIGHT / GROUPS_PER_STEP."""
+    """Oldest token that is trained, in weight versions. 0: 2 * GROUPS_IN_FLIGHT / GROUPS_PER_STEP; for auto 8."""
     max_refills: int = 16
     """Groups started at most in one step in place of skipped ones (all rewards equal); then the step is smaller."""
     max_running: int = 64
@@ -177,7 +179,8 @@ class Config:
         recipe = Path(sys.argv[0]).stem or "run"
         self.name = self.name or f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self.groups_in_flight = self.groups_in_flight or self.groups_per_step
-        self.max_staleness = self.max_staleness or -(-2 * self.groups_in_flight // max(self.groups_per_step, 1))
+        times = 4 if self.groups_in_flight == "auto" else self.groups_in_flight / max(self.groups_per_step, 1)
+        self.max_staleness = self.max_staleness or math.ceil(2 * times)
         self.model = resolve_model(self.model)
 
     @property
@@ -187,7 +190,8 @@ class Config:
     @property
     def group_timeout(self) -> float:
         """Seconds after which a group ends with the rollouts it has: all attempts of all that queue before it."""
-        waves = 1 + self.groups_in_flight * self.rollouts_per_group / self.max_running
+        auto, most = self.groups_in_flight == "auto", self.max_staleness * self.groups_per_step / 2
+        waves = 1 + (most if auto else self.groups_in_flight) * self.rollouts_per_group / self.max_running
         return 2 * self.rollout_timeout * self.max_attempts * waves
 
     def validate(self) -> None:
@@ -208,8 +212,8 @@ class Config:
         need(bool(re.fullmatch(r"[A-Za-z0-9_.-]{1,80}", self.name)) and self.name not in (".", ".."), "name",
              "use 1 to 80 letters, digits, '_', '.', '-'")
         need(self.rollouts_per_group >= 2, "rollouts_per_group", "must be at least 2: the others are the baseline")
-        need(self.groups_in_flight >= self.groups_per_step, "groups_in_flight",
-             f"must be at least --groups-per-step ({self.groups_per_step})")
+        need(self.groups_in_flight == "auto" or self.groups_in_flight >= self.groups_per_step, "groups_in_flight",
+             f"must be at least --groups-per-step ({self.groups_per_step}), or auto")
         need(self.groups_per_step % self.minibatches == 0, "minibatches",
              f"must divide --groups-per-step ({self.groups_per_step})")
         need(self.importance_cap >= 1, "importance_cap", "must be at least 1 (truncated importance weights use 2)")

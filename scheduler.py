@@ -13,7 +13,7 @@ Time comes in as `now` (seconds), facts as events, decisions are read off: the s
 
 Who waits for whom:
 - At most `groups_in_flight` groups are running, or complete and not trained (`groups_per_step`: synchronous RL;
-  "auto": so many that on average `groups_per_step * rollouts_per_group` rollouts run, however long the slowest take).
+  "auto": so many that on average `groups_per_step * rollouts_per_group` rollouts run, however long the tail).
 - An update takes the `groups_per_step` complete groups that started first. It waits for a running evaluation, and for
   running groups that would get older than `max_staleness` if younger ones were trained before them.
 - The trainer's turn goes on while there are groups for one more update. It begins later, with groups for more updates,
@@ -68,7 +68,7 @@ class Scheduler:
     that two data sets never share a group."""
 
     def __init__(
-        self, *, groups_per_step: int, rollouts_per_group: int, groups_in_flight: Any = 0, max_refills: int = 0,
+        self, *, groups_per_step: int, rollouts_per_group: int, groups_in_flight: int | str = 0, max_refills: int = 0,
         max_staleness: int | None = None, max_skipped_steps: int = 3, group_timeout: float = math.inf,
         evaluation_timeout: float = math.inf, max_groups: float = math.inf, dataset: str = "train", version: int = 0,
     ) -> None:
@@ -102,7 +102,8 @@ class Scheduler:
         self.evaluation_start = 0.0
         self.updating = False
         self.turn: float | None = 0.0  # the trainer's, taken out of the groups' time up to here; None: the engine's
-        self.engine_start = self.switch_seconds = 0.0  # of the engine's turn; there and back again, mean of the last
+        self.engine_start = 0.0  # of the engine's turn
+        self.engine_seconds = self.switch_seconds = 0.0  # of a turn, and of both switches; the last ones' mean
 
     # Decisions
 
@@ -195,6 +196,8 @@ class Scheduler:
     def update_started(self, groups: list[Group], now: float) -> None:
         """The groups of `ready_to_update` are being trained: they are consumed, whatever comes of it."""
         assert not self.updating, "an update is already running"
+        if self.turn is None:
+            self.engine_seconds = (self.engine_seconds + now - self.engine_start) / 2
         self.updating, self.turn = True, now
         for group in groups:
             assert self.groups.pop(group.id).state == "complete", f"group {group.id} is not complete"
@@ -204,8 +207,9 @@ class Scheduler:
         self.counts["groups_consumed"] += len(groups)
         self.skipped = self.skipped_steps = 0
         if self.most_in_flight and (busy := sum(group.seconds for group in groups)):
-            # Little's law: of all places, busy / places are rollouts that run, the rest wait for their group's others
+            # Little's law: busy / places of those in flight run; the rest wait for their group, an update, or a switch.
             places = self.rollouts_per_group * sum(now - group.started for group in groups)
+            places *= 1 + self.switch_seconds / (self.engine_seconds or 1.0)
             wanted = round((self.groups_in_flight + self.groups_per_step * places / busy) / 2)
             self.groups_in_flight = max(self.groups_per_step, min(wanted, self.most_in_flight))
 
@@ -223,7 +227,7 @@ class Scheduler:
         """The trainer's turn is over. `switch_seconds`: of it, for sleep, load, push and wake."""
         self._take_out(now)
         self.turn, self.engine_start = None, now
-        self.switch_seconds = (switch_seconds + (self.switch_seconds or switch_seconds)) / 2
+        self.switch_seconds = (self.switch_seconds + switch_seconds) / 2
 
     def evaluation_started(self, rollout_ids: list[str], now: float) -> None:
         """Rollouts of kind `eval` were posted. They are never trained, and updates wait for them."""

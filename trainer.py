@@ -2,6 +2,7 @@
 
     fit()   reads top to bottom:  collect -> pause and sleep the engine -> assemble rows -> advantages and weights
             -> update -> push the weights, wake, resume -> record (metrics, evaluation, checkpoint)
+            (or, if the groups of another update are complete: the engine sleeps on)
     Policy  the model: log-probs of the trained tokens of rows, optimizer step, weights for the engine, checkpoints
     Gateway the trainer's side of the gateway's HTTP interface
 
@@ -897,6 +898,11 @@ class Run:
                for id in self.post_group(f"eval.{step}.{i}.{self.began}", task, "eval", n, temperature)]
         self.scheduler.evaluation_started(ids, time.monotonic())
 
+    def engine_due(self, step: int) -> bool:
+        """Whether the engines must have the weights of this step: they are evaluated, or the last."""
+        every = self.config.eval_every if self.eval_tasks else 0
+        return step >= self.config.steps or every > 0 and step % every == 0
+
     def eval_metrics(self) -> dict[str, float]:
         """Mean reward and the verifier's own metrics over the evaluation; a rollout without a reward counts 0."""
         sums: Counter[str] = Counter()
@@ -935,7 +941,8 @@ class Run:
     def collect(self, step: int, training: bool) -> tuple[list[Group], str]:
         """Polls until there are groups to train and no evaluation runs (`training` false: only the latter)."""
         while True:
-            groups, why = self.scheduler.ready_to_update(time.monotonic())  # ends what is overdue, too
+            more = not self.engine_due(step + 1)
+            groups, why = self.scheduler.ready_to_update(time.monotonic(), more)  # ends what is overdue, too
             groups, why = (groups, why) if training else ([], "the last evaluation")
             if groups or not training and not self.scheduler.evaluating:
                 return groups, why
@@ -958,7 +965,7 @@ class Run:
         rewards = [record["reward"] for record in self.records if record["reward"] is not None]
         totals = self.scheduler.counts + Counter(self.gateway.call("GET", "/state")["counts"])
         skipped = self.groups_skipped()
-        result = {"reward_mean": sum(rewards) / max(len(rewards), 1), "rollouts": len(self.records),
+        result = {**({"reward_mean": sum(rewards) / len(rewards)} if rewards else {}), "rollouts": len(self.records),
                   "failed": sum(record["status"] == "failed" for record in self.records),
                   "groups_skipped": skipped - self.skipped,
                   "engine_restarts": self.engines.restarts,
@@ -1070,10 +1077,11 @@ def fit(config: Config, train_tasks: list[dict], eval_tasks: list[dict], childre
             if log.last == step:
                 record = None
             run.hand_over(policy, step)
+        turn, asleep = stack.enter_context(contextlib.ExitStack()), False
         while True:
             # 1. Collect groups of finished rollouts; an evaluation of the present weights, if due, runs beside them.
             last, collecting = step >= config.steps, time.monotonic()
-            if record is not None and eval_tasks and config.eval_every and (step % config.eval_every == 0 or last):
+            if record is not None and eval_tasks and config.eval_every and run.engine_due(step):
                 run.start_evaluation(step)
             groups, why = run.collect(step, training=not last)
             if record is not None:
@@ -1085,23 +1093,29 @@ def fit(config: Config, train_tasks: list[dict], eval_tasks: list[dict], childre
             if why:
                 log.say(why)
 
-            # 2. The trainer's turn: calls are held, the engine sleeps.
+            # 2. The trainer's turn, which may last from the step before: calls are held, the engine sleeps.
             updating, staleness = time.monotonic(), max(scheduler.staleness(group) for group in groups)
-            with run.gateway.hold():
-                slept = run.switch_to_trainer()
-                scheduler.update_started(groups, updating)
-
-                # 3. Rows and advantages; one optimizer step for each mini-batch of whole groups.
-                parts = [groups[i::config.minibatches] for i in range(config.minibatches)]
-                batches = [build_rows(run, part) for part in parts if part]
+            if not asleep:
+                turn.enter_context(run.gateway.hold())
+                pushed = run.switch_to_trainer()
                 policy.to_device()
-                updates = policy.train([(rows, advantages) for rows, advantages, _ in batches if rows], step)
-                memory = {"memory_update_gb": policy.peak_memory()}
+                switching = time.monotonic() - updating
+            scheduler.update_started(groups, updating)
 
-                # 4. The engine's turn: new weights, then the held calls go on.
-                step, pushing = step + 1, time.monotonic()
-                scheduler.update_finished(pushing, step)
-                pushed = slept | run.hand_over(policy, step)
+            # 3. Rows and advantages; one optimizer step for each mini-batch of whole groups.
+            parts = [groups[i::config.minibatches] for i in range(config.minibatches)]
+            batches = [build_rows(run, part) for part in parts if part]
+            updates = policy.train([(rows, advantages) for rows, advantages, _ in batches if rows], step)
+            memory = {"memory_update_gb": policy.peak_memory()}
+
+            # 4. The engine's turn, unless another update can follow: new weights, then the held calls go on.
+            step, pushing = step + 1, time.monotonic()
+            scheduler.update_finished(pushing, step)
+            asleep = not run.engine_due(step) and bool(scheduler.ready_to_update(pushing)[0])
+            if not asleep:
+                pushed |= run.hand_over(policy, step)
+                turn.close()
+                scheduler.engine_resumed(now := time.monotonic(), switching + now - pushing)
             resumed, memory["memory_push_gb"] = time.monotonic(), policy.peak_memory()
 
             # 5. Record what happened.
@@ -1112,7 +1126,8 @@ def fit(config: Config, train_tasks: list[dict], eval_tasks: list[dict], childre
                       "trained_tokens": sum(row.trained_tokens for row in rows), "staleness_max": staleness,
                       **memory, **pushed, **counts, **(updates[0] if updates else {}),
                       "seconds_rollout": updating - collecting, "seconds_update": pushing - updating,
-                      "seconds_push": resumed - pushing, "seconds_total": resumed - begun,
+                      "seconds_push": resumed - pushing, "seconds_switch": scheduler.switch_seconds,
+                      "seconds_total": resumed - begun, "groups_in_flight": scheduler.groups_in_flight,
                       "trained": {group.id: [record["index"] for record in group.kept] for group in groups}}
             run.gateway.call("POST", "/steps", record)
             if policy.written.done():

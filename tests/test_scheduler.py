@@ -103,6 +103,123 @@ def test_a_result_that_comes_before_its_group_was_started_is_not_lost() -> None:
     assert scheduler.ready_to_update(0)[0] == [group] and scheduler.counts["rollouts_kept"] == 2
 
 
+# When to switch
+
+
+def turn(scheduler: Scheduler, now: float, switch_seconds: float) -> list[list[int]]:
+    """The trainer's turn: the groups of each of its updates. It ends at `now`."""
+    updates = []
+    while scheduler.ready_to_update(now)[0]:
+        updates.append(names(update(scheduler, now)))
+    scheduler.engine_resumed(now, switch_seconds)
+    return updates
+
+
+def test_a_turn_makes_updates_as_long_as_groups_are_complete() -> None:
+    scheduler = make(groups_in_flight=7)
+    groups = start(scheduler)
+    for number in (6, 0, 3, 2, 5):
+        finish(scheduler, groups[number], 1.0, 0.0)
+    assert turn(scheduler, 10, 1) == [[0, 2], [3, 5]] and scheduler.version == 2 and scheduler.switch_seconds == 0.5
+    assert scheduler.ready_to_update(10) == ([], "1 of 2 groups are complete")
+    scheduler = make()  # synchronous: nothing is left
+    for group in start(scheduler):
+        finish(scheduler, group, 1.0, 0.0)
+    assert turn(scheduler, 10, 1) == [[0, 1]]
+
+
+@pytest.mark.parametrize("switch_seconds", [0, 3, 30])
+def test_a_switch_waits_for_more_groups_only_while_that_costs_less(switch_seconds: float) -> None:
+    scheduler = make(groups_per_step=1, groups_in_flight=4)
+    finish(scheduler, start(scheduler)[0], 1.0, 0.0)
+    assert turn(scheduler, 100, 2 * switch_seconds) == [[0]]  # nothing was known of the costs: at once
+    assert scheduler.switch_seconds == switch_seconds
+    groups = {group.k: group for group in (*scheduler.groups.values(), *start(scheduler, 100))}
+    finish(scheduler, groups[1], 1.0, 0.0, now=101)
+    # Three run. One more completes in a second, as the first did: a place for a second, or three for a whole switch?
+    for waited in (1, 5, 8.9, 9, 20, 89.9, 90):
+        waits = not scheduler.ready_to_update(100 + waited)[0]
+        assert waits == (waited < 3 * switch_seconds)
+        assert scheduler.ready_to_update(100 + waited, more=False)[0] == [groups[1]]
+    finish(scheduler, groups[2], 1.0, 0.0, now=101)
+    assert bool(scheduler.ready_to_update(101)[0]) == (switch_seconds == 0)  # two run, one of which is the slower half
+    finish(scheduler, groups[3], 1.0, 0.0, now=101)
+    assert scheduler.ready_to_update(101)[0] == [groups[1]]  # only the slowest runs: it is not waited for
+    assert turn(scheduler, 102, switch_seconds) == [[1], [2], [3]]
+    finish(scheduler, groups[4], 1.0, 0.0, now=103)
+    assert scheduler.ready_to_update(103)[0] == [groups[4]]  # nothing else runs: an idle engine is not waited for
+
+
+def test_synchronous_and_smaller_steps_never_wait() -> None:
+    scheduler = make(groups_per_step=3, max_refills=0)
+    for group in start(scheduler):
+        finish(scheduler, group, 1.0, 0.0)
+    turn(scheduler, 10, switch_seconds=1000)
+    a, b, c = start(scheduler, 10)
+    finish(scheduler, a, 1.0, 0.0, now=11)
+    finish(scheduler, b, 1.0, 1.0, now=11)
+    assert scheduler.ready_to_update(11)[0] == []
+    finish(scheduler, c, 1.0, 0.0, now=12)
+    assert scheduler.ready_to_update(12)[0] == [a, c]
+
+
+def test_the_cost_of_a_switch_is_that_of_the_last_ones() -> None:
+    scheduler = make()
+    for seconds, mean in ((8.0, 4.0), (8.0, 6.0), (2.0, 4.0)):
+        for group in start(scheduler):
+            finish(scheduler, group, 1.0, 0.0)
+        turn(scheduler, 10, seconds)
+        assert scheduler.switch_seconds == mean
+
+
+# Groups in flight
+
+
+def fly(scheduler: Scheduler, tails: list[float], updates: int = 60) -> list[int]:
+    """groups_in_flight after so many updates with each tail: of two rollouts in each group the first takes a second, the
+    other too, but in a quarter of the groups `tail` seconds. Updates and switches take no time."""
+    draw, ends, now, found = random.Random(0), [], 0.0, []
+    for tail in tails:
+        goal = scheduler.version + updates
+        while scheduler.version < goal:
+            for group in start(scheduler, now):
+                heapq.heappush(ends, (now + 1, group.k, 0, group))
+                heapq.heappush(ends, (now + (tail if draw.random() < 0.25 else 1), group.k, 1, group))
+            while scheduler.ready_to_update(now)[0]:
+                update(scheduler, now)
+                scheduler.engine_resumed(now, 0.0)
+            if not scheduler.to_start():
+                now, _, index, group = heapq.heappop(ends)
+                scheduler.rollout_finished(record(group.id, index, float(index)), now)
+        found.append(scheduler.groups_in_flight)
+    return found
+
+
+def test_auto_keeps_as_many_groups_as_keep_a_step_of_rollouts_running() -> None:
+    scheduler = make(groups_per_step=8, groups_in_flight="auto")
+    assert scheduler.groups_in_flight == 16 and scheduler.max_staleness == 8 and len(scheduler.to_start()) == 16
+    none, short, long = fly(scheduler, [1.0, 5.0, 50.0])
+    assert none <= 10 < short < long, "no tail: hardly more than synchronous"
+    # Of 4 groups one has a rollout that runs alone for 4 (49) seconds: 8 * 2 / 1.5 (8 * 13.25 / 7.125) places, and a few
+    # for groups that wait.
+    assert 10 <= short <= 14 <= long <= 20
+
+
+def test_auto_never_exceeds_what_the_bound_on_staleness_allows() -> None:
+    for bound, most in ((None, 16), (8, 16), (5, 10), (2, 4), (1, 4), (0, 4)):
+        scheduler = make(groups_per_step=4, groups_in_flight="auto", max_staleness=bound)
+        assert scheduler.most_in_flight == most and scheduler.groups_in_flight == min(most, 8)
+        for _ in range(10):  # one rollout of each group takes a thousand times as long as the other
+            groups = start(scheduler, 0)
+            for group in groups:
+                finish(scheduler, group, 1.0, now=1.0)
+                scheduler.rollout_finished(record(group.id, 1, 0.0), 1.0)
+                group.started = -1000.0  # the others held it
+            while scheduler.ready_to_update(1)[0]:
+                update(scheduler, 1.0)
+        assert scheduler.groups_in_flight == most
+
+
 # Groups without a signal
 
 
