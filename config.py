@@ -9,7 +9,6 @@ is its `--help`. Names say what is counted: `groups_per_step`, `rollouts_per_gro
 import dataclasses
 import hashlib
 import hmac
-import math
 import os
 import re
 import sys
@@ -179,8 +178,6 @@ class Config:
         recipe = Path(sys.argv[0]).stem or "run"
         self.name = self.name or f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self.groups_in_flight = self.groups_in_flight or self.groups_per_step
-        times = 4 if self.groups_in_flight == "auto" else self.groups_in_flight / max(self.groups_per_step, 1)
-        self.max_staleness = self.max_staleness or math.ceil(2 * times)
         self.model = resolve_model(self.model)
 
     @property
@@ -190,7 +187,7 @@ class Config:
     @property
     def group_timeout(self) -> float:
         """Seconds after which a group ends with the rollouts it has: all attempts of all that queue before it."""
-        auto, most = self.groups_in_flight == "auto", self.max_staleness * self.groups_per_step / 2
+        auto, most = self.groups_in_flight == "auto", self.groups_per_step * (self.max_staleness or 8) / 2
         waves = 1 + (most if auto else self.groups_in_flight) * self.rollouts_per_group / self.max_running
         return 2 * self.rollout_timeout * self.max_attempts * waves
 
@@ -202,12 +199,11 @@ class Config:
                 raise ValueError(f"{flag} is {getattr(self, setting)!r}: {right}")
 
         positive = "steps groups_per_step max_running max_attempts rollout_timeout max_response_tokens lr minibatches \
-            max_grad_norm keep_checkpoints temperature loss_horizon eval_rollouts_per_task \
-            max_staleness tensor_parallel"
+            max_grad_norm keep_checkpoints temperature loss_horizon eval_rollouts_per_task tensor_parallel"
         for setting in positive.split():
             need(getattr(self, setting) > 0, setting, "must be greater than 0")
-        for setting in "ranks max_refills eval_every eval_tasks kl_coef lr_warmup_steps weight_decay threads \
-                micro_batch_tokens checkpoint_every clip_low clip_high eval_temperature probe_tolerance".split():
+        for setting in "ranks max_staleness max_refills eval_every eval_tasks kl_coef lr_warmup_steps weight_decay \
+                threads micro_batch_tokens checkpoint_every clip_low clip_high eval_temperature probe_tolerance".split():
             need(getattr(self, setting) >= 0, setting, "must not be negative")
         need(bool(re.fullmatch(r"[A-Za-z0-9_.-]{1,80}", self.name)) and self.name not in (".", ".."), "name",
              "use 1 to 80 letters, digits, '_', '.', '-'")
@@ -277,14 +273,6 @@ def parse(config_class: type[T], args: list[str] | None = None) -> T:
     try:
         config.validate()
     except ValueError as error:
-        sys.exit(_complain(str(error)))
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
     return config
-
-
-def _complain(message: str) -> int:
-    print(f"error: {message}", file=sys.stderr)
-    return 2
-
-
-def to_dict(config: Config) -> dict:
-    return dataclasses.asdict(config)

@@ -20,7 +20,7 @@ Who waits for whom:
   where that costs less than a switch of engine and trainer (`_one_more`): short updates are not drowned in switches.
 - Groups without a signal (equal rewards, fewer than two rewards left) are skipped and replaced, `max_refills` of them
   a step; beyond that the step is smaller; after `max_skipped_steps` empty steps in a row the run stops.
-- Nothing waits for ever: `group_timeout` (without the trainer's turns) ends a group with the rollouts it has,
+- Nothing waits for ever: `group_timeout` (without the time of updates) ends a group with the rollouts it has,
   `evaluation_timeout` an evaluation. What comes later is ignored and counted.
 - Staleness of a token: the version being trained minus the one that sampled it. Rollouts over the bound all the same
   (a restart) are dropped and counted; so are those with tokens of later versions (a branch that a restart abandoned).
@@ -55,7 +55,7 @@ class Group:
     k: int  # place in the data order; the first group of a run is 0
     attempt: int = 0  # how often it had to be run again
     version: int = 0  # of the weights when it started
-    started: float = 0.0  # the trainer's turns since then are taken out: it moves on with them
+    started: float = 0.0  # updates since then are taken out: it moves on with them
     seconds: float = 0.0  # that its finished rollouts took, summed
     state: str = "running"
     results: dict[str, Record] = field(default_factory=dict)  # every final record by rollout id
@@ -99,17 +99,15 @@ class Scheduler:
         self.seen = self.known = 0  # seq of the last record, and of the last one that `counts` had before a restart
         self.skipped = self.skipped_steps = 0  # groups without a signal since the last step; empty steps in a row
         self.evaluating: set[str] = set()  # ids of evaluation rollouts that run
-        self.evaluation_start = 0.0
-        self.updating = False
-        self.turn: float | None = 0.0  # the trainer's, taken out of the groups' time up to here; None: the engine's
-        self.engine_start = 0.0  # of the engine's turn
-        self.engine_seconds = self.switch_seconds = 0.0  # of a turn, and of both switches; the last ones' mean
+        self.update_start: float | None = None
+        self.engine_start: float | None = None  # None: it is the trainer's turn
+        self.evaluation_start = self.switch_seconds = 0.0  # of a switch to the trainer and back, the last ones' mean
 
     # Decisions
 
     def to_start(self) -> list[Group]:
         """Groups to post now, those of an earlier run first. Nothing changes before `group_started`."""
-        if self.updating or self.stop_reason():
+        if self.update_start is not None or self.stop_reason():
             return []
         room = max(0, self.groups_in_flight - len(self.groups) - self._unreplaced())
         new = range(self.next_k, int(min(self.next_k + room, self.max_groups)))
@@ -118,7 +116,7 @@ class Scheduler:
     def ready_to_update(self, now: float, more: bool = True) -> tuple[list[Group], str]:
         """Groups to train now, or none and what is waited for. A step that is smaller than asked for says so. `more`:
         whether another update could follow in the same turn."""
-        if self.updating:
+        if self.update_start is not None:
             return [], "an update is running"
         self._end_overdue(now)
         if self.evaluating:
@@ -134,7 +132,7 @@ class Scheduler:
         chosen = complete[:self.groups_per_step]
         if blocker := self._blocker(chosen):
             return [], f"group {blocker.id} of version {blocker.version} would get older than max_staleness"
-        if more and self.turn is None and self._one_more(len(complete), now):
+        if more and self._one_more(len(complete), now):
             return [], f"{len(complete)} groups are complete; another step's cost less than the switches after this one"
         small = f"smaller step: {len(chosen)} of {self.groups_per_step} groups, {self.skipped} were skipped"
         return chosen, "" if len(chosen) == self.groups_per_step else small
@@ -195,10 +193,8 @@ class Scheduler:
 
     def update_started(self, groups: list[Group], now: float) -> None:
         """The groups of `ready_to_update` are being trained: they are consumed, whatever comes of it."""
-        assert not self.updating, "an update is already running"
-        if self.turn is None:
-            self.engine_seconds = (self.engine_seconds + now - self.engine_start) / 2
-        self.updating, self.turn = True, now
+        assert self.update_start is None, "an update is already running"
+        self.update_start, self.engine_start = now, None
         for group in groups:
             assert self.groups.pop(group.id).state == "complete", f"group {group.id} is not complete"
             group.state = "consumed"
@@ -208,16 +204,16 @@ class Scheduler:
         self.skipped = self.skipped_steps = 0
         if self.most_in_flight and (busy := sum(group.seconds for group in groups)):
             # Little's law: busy / places of those in flight run; the rest wait for their group, an update, or a switch.
-            places = self.rollouts_per_group * sum(now - group.started for group in groups)
-            places *= 1 + self.switch_seconds / (self.engine_seconds or 1.0)
-            wanted = round((self.groups_in_flight + self.groups_per_step * places / busy) / 2)
-            self.groups_in_flight = max(self.groups_per_step, min(wanted, self.most_in_flight))
+            stays = (now - group.started + self.switch_seconds * (self.version - group.version) for group in groups)
+            wanted = (self.groups_in_flight + self.groups_per_step * self.rollouts_per_group * sum(stays) / busy) / 2
+            self.groups_in_flight = max(self.groups_per_step, min(round(wanted), self.most_in_flight))
 
     def update_finished(self, now: float, version: int) -> None:
         """The weights `version` sample from now on. To be called before any record with its tokens is fed."""
-        assert self.updating, "no update is running"
-        self._take_out(now)
-        self.updating, self.version = False, version
+        assert self.update_start is not None, "no update is running"
+        for group in self.groups.values():
+            group.started += now - self.update_start  # calls were held: it does not count against their time
+        self.update_start, self.version = None, version
         for group in self._in_state("complete"):
             self._settle(group)  # again: some of its tokens may be too old now
         for name in [name for name in self.early if not self._is_to_come(name)]:  # a rerun of another branch
@@ -225,9 +221,7 @@ class Scheduler:
 
     def engine_resumed(self, now: float, switch_seconds: float) -> None:
         """The trainer's turn is over. `switch_seconds`: of it, for sleep, load, push and wake."""
-        self._take_out(now)
-        self.turn, self.engine_start = None, now
-        self.switch_seconds = (self.switch_seconds + switch_seconds) / 2
+        self.engine_start, self.switch_seconds = now, (self.switch_seconds + switch_seconds) / 2
 
     def evaluation_started(self, rollout_ids: list[str], now: float) -> None:
         """Rollouts of kind `eval` were posted. They are never trained, and updates wait for them."""
@@ -272,12 +266,6 @@ class Scheduler:
     def _more_data(self) -> bool:
         return bool(self.restarts) or self.next_k < self.max_groups
 
-    def _take_out(self, now: float) -> None:
-        """Calls are held in the trainer's turn: it does not count against the groups' time."""
-        for group in self.groups.values():
-            group.started += now - self.turn
-        self.turn = now
-
     def _one_more(self, complete: int, now: float) -> bool:
         """Whether to wait until there are groups for one more update in the trainer's next turn.
 
@@ -286,7 +274,7 @@ class Scheduler:
         themselves take as long either way.) The slower half of these is not waited for: the rate says nothing of them.
         """
         running, missing = len(self._in_state("running")), self.groups_per_step - complete % self.groups_per_step
-        return (complete >= self.groups_per_step and 2 * missing <= running
+        return (self.engine_start is not None and complete >= self.groups_per_step and 2 * missing <= running
                 and missing * (now - self.engine_start) < running * self.switch_seconds)
 
     def _end_overdue(self, now: float) -> None:

@@ -900,8 +900,7 @@ class Run:
 
     def engine_due(self, step: int) -> bool:
         """Whether the engines must have the weights of this step: they are evaluated, or the last."""
-        every = self.config.eval_every if self.eval_tasks else 0
-        return step >= self.config.steps or every > 0 and step % every == 0
+        return step >= self.config.steps or step % (self.config.eval_every or float("inf")) == 0
 
     def eval_metrics(self) -> dict[str, float]:
         """Mean reward and the verifier's own metrics over the evaluation; a rollout without a reward counts 0."""
@@ -941,8 +940,8 @@ class Run:
     def collect(self, step: int, training: bool) -> tuple[list[Group], str]:
         """Polls until there are groups to train and no evaluation runs (`training` false: only the latter)."""
         while True:
-            more = not self.engine_due(step + 1)
-            groups, why = self.scheduler.ready_to_update(time.monotonic(), more)  # ends what is overdue, too
+            # This also ends what is overdue.
+            groups, why = self.scheduler.ready_to_update(time.monotonic(), more=not self.engine_due(step + 1))
             groups, why = (groups, why) if training else ([], "the last evaluation")
             if groups or not training and not self.scheduler.evaluating:
                 return groups, why
@@ -1044,7 +1043,7 @@ def fit(config: Config, train_tasks: list[dict], eval_tasks: list[dict], childre
         raise ValueError("there are no training tasks")
     checkpoint = newest_checkpoint(config)
     scheduler = Scheduler(groups_per_step=config.groups_per_step, rollouts_per_group=config.rollouts_per_group,
-                          groups_in_flight=config.groups_in_flight, max_staleness=config.max_staleness,
+                          groups_in_flight=config.groups_in_flight, max_staleness=config.max_staleness or None,
                           max_refills=config.max_refills, group_timeout=config.group_timeout,
                           evaluation_timeout=config.group_timeout)
     step = int(checkpoint.name.removeprefix("step-")) if checkpoint else 0  # one weight version a step
