@@ -37,7 +37,7 @@ from typing import Any
 # its tokens. Without versions these count as old as its group, which is wrong only after a restart (for a group that
 # the gateway had already).
 Record = dict[str, Any]
-NO_RESULT = ("lost", "abandoned")  # statuses whose reward, if any, says nothing
+NO_RESULT = ("lost", "abandoned", "late")  # statuses whose reward, if any, says nothing
 
 
 def task_order(seed: int, n_tasks: int, k: int) -> int:
@@ -73,10 +73,9 @@ class Scheduler:
         evaluation_timeout: float = math.inf, max_groups: float = math.inf, dataset: str = "train", version: int = 0,
     ) -> None:
         self.groups_per_step, self.rollouts_per_group = groups_per_step, rollouts_per_group
-        auto, bound = groups_in_flight == "auto", 8 if max_staleness is None else max_staleness
-        self.most_in_flight = max(groups_per_step, groups_per_step * bound // 2) if auto else 0
-        in_flight = self.most_in_flight or groups_in_flight or groups_per_step
-        self.groups_in_flight = min(in_flight, 2 * groups_per_step) if auto else in_flight
+        most = max(1, (8 if max_staleness is None else max_staleness) / 2)  # auto: at most so many steps' groups
+        self.most_in_flight = int(most * groups_per_step) if groups_in_flight == "auto" else 0
+        self.groups_in_flight = in_flight = self.most_in_flight or groups_in_flight or groups_per_step
         self.max_refills, self.max_skipped_steps, self.max_groups = max_refills, max_skipped_steps, max_groups
         self.group_timeout, self.evaluation_timeout = group_timeout, evaluation_timeout
         if not in_flight >= groups_per_step >= 1 or rollouts_per_group < 2 or max_skipped_steps < 1:
@@ -100,7 +99,7 @@ class Scheduler:
         self.skipped = self.skipped_steps = 0  # groups without a signal since the last step; empty steps in a row
         self.evaluating: set[str] = set()  # ids of evaluation rollouts that run
         self.update_start: float | None = None
-        self.engine_start: float | None = None  # None: it is the trainer's turn
+        self.engine_start = -math.inf  # of the engine's turn; -inf: it is the trainer's
         self.evaluation_start = self.switch_seconds = 0.0  # of a switch to the trainer and back, the last ones' mean
 
     # Decisions
@@ -132,7 +131,7 @@ class Scheduler:
         chosen = complete[:self.groups_per_step]
         if blocker := self._blocker(chosen):
             return [], f"group {blocker.id} of version {blocker.version} would get older than max_staleness"
-        if more and self._one_more(len(complete), now):
+        if more and len(complete) >= self.groups_per_step and self._one_more(len(complete), now):
             return [], f"{len(complete)} groups are complete; another step's cost less than the switches after this one"
         small = f"smaller step: {len(chosen)} of {self.groups_per_step} groups, {self.skipped} were skipped"
         return chosen, "" if len(chosen) == self.groups_per_step else small
@@ -183,8 +182,10 @@ class Scheduler:
         if group is None and self._is_to_come(record["group"]):
             self.early.setdefault(record["group"], []).append(record)
             return "early"
-        if group is None or group.state != "running" or name in group.results:
-            return "duplicate" if group and name in group.results else "late"
+        if group is None or name in group.results:
+            return "duplicate" if group else "late"
+        if group.state != "running":
+            record = {**record, "status": "late"}  # the group had timed out; a restart takes it, if it comes before
         group.results[name] = record
         group.seconds += now - group.started
         if len(group.results) == self.rollouts_per_group:
@@ -194,7 +195,7 @@ class Scheduler:
     def update_started(self, groups: list[Group], now: float) -> None:
         """The groups of `ready_to_update` are being trained: they are consumed, whatever comes of it."""
         assert self.update_start is None, "an update is already running"
-        self.update_start, self.engine_start = now, None
+        self.update_start, self.engine_start = now, -math.inf
         for group in groups:
             assert self.groups.pop(group.id).state == "complete", f"group {group.id} is not complete"
             group.state = "consumed"
@@ -274,8 +275,7 @@ class Scheduler:
         themselves take as long either way.) The slower half of these is not waited for: the rate says nothing of them.
         """
         running, missing = len(self._in_state("running")), self.groups_per_step - complete % self.groups_per_step
-        return (self.engine_start is not None and complete >= self.groups_per_step and 2 * missing <= running
-                and missing * (now - self.engine_start) < running * self.switch_seconds)
+        return 2 * missing <= running and missing * (now - self.engine_start) < running * self.switch_seconds
 
     def _end_overdue(self, now: float) -> None:
         for group in self._in_state("running"):

@@ -185,6 +185,7 @@ class Engine:
     def __init__(self, machine: Machine) -> None:
         self.machine, self.now, self.turn, self.version = machine, 0.0, 0, 0
         self.done = [0.0, 0.0]  # work for each call so far: seconds of a GPU, tokens
+        self.speeds = (0.0, 0.0)  # its growth
         self.stages: tuple[list, list] = ([], [])  # heaps of (work at its end, tie, Live)
         self.busy = self.entries = 0.0
 
@@ -192,23 +193,24 @@ class Engine:
     def calls(self) -> int:
         return len(self.stages[0]) + len(self.stages[1])
 
-    def speeds(self) -> tuple[float, float]:
-        m, reading, sampling = self.machine, len(self.stages[0]), len(self.stages[1])
-        free = 1 - 0.9 * min(1.0, reading / m.gpus)  # reading comes first, but never alone
-        return min(1.0, m.gpus / max(reading, 1)), free / (m.token_seconds * (1 + sampling / (m.gpus * m.half_speed)))
-
     def next_end(self) -> float:
-        times = [self.now + max(0.0, heap[0][0] - done) / speed
-                 for heap, done, speed in zip(self.stages, self.done, self.speeds()) if heap]
-        return min(times, default=math.inf)
+        """When the first of its present calls ends a stage."""
+        m, (reading, sampling), end = self.machine, self.stages, math.inf
+        free = 1 - 0.9 * min(1.0, len(reading) / m.gpus)  # reading comes first, but never alone
+        self.speeds = (min(1.0, m.gpus / max(len(reading), 1)),
+                       free / (m.token_seconds * (1 + len(sampling) / (m.gpus * m.half_speed))))
+        for heap, done, speed in zip(self.stages, self.done, self.speeds):
+            if heap:
+                end = min(end, self.now + max(0.0, heap[0][0] - done) / speed)
+        return end
 
     def advance(self, now: float) -> list[Live]:
-        """Calls that have ended by then; not later than `next_end`."""
-        seconds = now - self.now
-        self.busy += seconds * min(1.0, self.calls / self.machine.gpus)
-        self.done = [done + seconds * speed for done, speed in zip(self.done, self.speeds())]
+        """Calls that have ended by then. After `next_end`, and not beyond that."""
+        seconds, (reading, sampling), (read, sample) = now - self.now, self.stages, self.speeds
+        self.busy += seconds * min(1.0, (len(reading) + len(sampling)) / self.machine.gpus)
+        self.done[0] += seconds * read
+        self.done[1] += seconds * sample
         self.now, ended = now, []
-        reading, sampling = self.stages
         while reading and reading[0][0] <= self.done[0] + 1e-9:
             self.enter(1, heapq.heappop(reading)[2])
         while sampling and sampling[0][0] <= self.done[1] + 1e-6:
@@ -250,16 +252,15 @@ class Simulation:
         self.mark = self.snapshot()
 
     def run(self, updates: int) -> dict[str, Any]:
-        """Of how many updates, `updates` of them."""
         scheduler, checked, news = self.scheduler, 0.0, True
         while scheduler.version < updates:
-            for group in scheduler.to_start():
-                scheduler.group_started(group, self.now)
-                self.started.append(group)
-                self.queued.extend(Live(group, i, self.source(group.k, i)) for i in range(scheduler.rollouts_per_group))
-            self.start_queued()
-            if news or self.now > checked + 1:  # it is asked at least once a second
+            if news or self.now > checked + 1:  # the scheduler is asked at least once a second
                 checked, more = self.now, not self.drain and scheduler.version + 1 < updates
+                for group in scheduler.to_start():
+                    scheduler.group_started(group, self.now)
+                    self.started.append(group)
+                    self.queued.extend(Live(group, i, self.source(group.k, i)) for i in range(scheduler.rollouts_per_group))
+                self.start_queued()
                 if scheduler.ready_to_update(self.now, more)[0]:
                     self.trainers_turn(updates)
                     continue

@@ -197,7 +197,7 @@ def fly(scheduler: Scheduler, tails: list[float], updates: int = 60) -> list[int
 
 def test_auto_keeps_as_many_groups_as_keep_a_step_of_rollouts_running() -> None:
     scheduler = make(groups_per_step=8, groups_in_flight="auto")
-    assert scheduler.groups_in_flight == 16 and scheduler.max_staleness == 8 and len(scheduler.to_start()) == 16
+    assert scheduler.groups_in_flight == 32 and scheduler.max_staleness == 8 and len(scheduler.to_start()) == 32
     none, short, long = fly(scheduler, [1.0, 5.0, 50.0])
     assert none <= 10 < short < long, "no tail: hardly more than synchronous"
     # Of 4 groups one has a rollout that runs alone for 4 (49) seconds: 8 * 2 / 1.5 (8 * 13.25 / 7.125) places, and a few
@@ -208,7 +208,7 @@ def test_auto_keeps_as_many_groups_as_keep_a_step_of_rollouts_running() -> None:
 def test_auto_never_exceeds_what_the_bound_on_staleness_allows() -> None:
     for bound, most in ((None, 16), (8, 16), (5, 10), (2, 4), (1, 4), (0, 4)):
         scheduler = make(groups_per_step=4, groups_in_flight="auto", max_staleness=bound)
-        assert scheduler.most_in_flight == most and scheduler.groups_in_flight == min(most, 8)
+        assert scheduler.most_in_flight == most and scheduler.groups_in_flight == most
         for _ in range(10):  # one rollout of each group takes a thousand times as long as the other
             groups = start(scheduler, 0)
             for group in groups:
@@ -541,6 +541,22 @@ def test_tokens_of_an_abandoned_branch_are_never_trained_and_the_task_runs_again
     assert later.early[later.to_start()[0].id][-1]["status"] == "abandoned"
 
 
+def test_a_late_result_that_a_restart_takes_is_counted_once() -> None:
+    scheduler = make(groups_per_step=1, groups_in_flight=2, rollouts_per_group=3, group_timeout=10)
+    first, second = start(scheduler)
+    for group in (first, second):
+        finish(scheduler, group, 1.0, 0.0)
+    assert scheduler.ready_to_update(10)[0] == [first]  # both have timed out
+    late = record(second.id, 2, 1.0, seq=5)
+    assert scheduler.rollout_finished(late, 11) == "late" and scheduler.rollout_finished(late, 11) == "duplicate"
+    assert update(scheduler, 12) == [first] and len(second.kept) == 2 and scheduler.counts["rollouts_late"] == 1
+    after = make(groups_per_step=1, groups_in_flight=2, rollouts_per_group=3, group_timeout=10)
+    after.load_state_dict(json.loads(json.dumps(scheduler.state_dict())))
+    assert start(after)[0].id == second.id
+    assert finish(after, second, 1.0, 0.0) == ["kept", "kept"] and after.rollout_finished(late, 1) == "kept"
+    assert len(update(after)[0].kept) == 3 and after.counts["rollouts_late"] == 0 and after.counts["rollouts_kept"] == 5
+
+
 def test_a_group_that_was_run_again_keeps_its_id_over_a_restart() -> None:
     scheduler = make(groups_per_step=1)
     (group,) = start(scheduler)
@@ -613,17 +629,28 @@ class World:
     st.sampled_from([0.05, 0.5, 1.0]),
     st.booleans(),
     st.booleans(),
+    st.booleans(),
+    st.sampled_from([None, 0.0, 1.0, 100.0]),
 )
-@example(14474, 4, 5, 1, 0.2, 1.0, True, True)  # a rerun of an abandoned branch that the surviving one does not need
+@example(14474, 4, 5, 1, 0.2, 1.0, True, True, False, None)  # a rerun of an abandoned branch that the surviving one does not need
 def test_any_run_progresses_or_stops_with_a_named_reason(
-    seed: int, per_step: int, more: int, refills: int, trouble: float, signal: float, restarts: bool, tight: bool
+    seed: int,
+    per_step: int,
+    more: int,
+    refills: int,
+    trouble: float,
+    signal: float,
+    restarts: bool,
+    tight: bool,
+    auto: bool,
+    switch: float | None,
 ) -> None:
     draw = random.Random(seed)
     in_flight = per_step + more
     bound = -(-in_flight // per_step) - 1 if tight else None
     common: dict[str, Any] = {
         "groups_per_step": per_step,
-        "groups_in_flight": in_flight,
+        "groups_in_flight": "auto" if auto else in_flight,
         "rollouts_per_group": draw.randint(2, 4),
         "max_refills": refills,
         "max_staleness": bound,
@@ -634,27 +661,37 @@ def test_any_run_progresses_or_stops_with_a_named_reason(
     scheduler = Scheduler(**common)
     world = World(draw, common["rollouts_per_group"], trouble, signal, versions=restarts)
     now, seq, branch, forks = 0.0, 0, 0, {0: 0}  # forks: version at which each branch began
-    checkpoint, idle, crashes = scheduler.state_dict(), 0, 0
+    checkpoint, idle, crashes, turns = scheduler.state_dict(), 0, 0, 0
     while scheduler.version < 25 and not scheduler.stop_reason():
         for group in scheduler.to_start():
             world.post(group.id, now, branch * 1000 + scheduler.version)
             scheduler.group_started(group, now)
-        assert len(scheduler.groups) <= in_flight
+        most = scheduler.most_in_flight or in_flight
+        assert len(scheduler.groups) <= most and per_step <= scheduler.groups_in_flight <= most
+        assert -(-most // per_step) - 1 <= scheduler.max_staleness
         groups, why = scheduler.ready_to_update(now)
         assert groups or why
+        if "another step's" in why:
+            check_wait(scheduler, now)
         if groups:
-            idle = 0
-            check_step(scheduler, groups, branch, forks)
-            held = draw.uniform(0, 20)
-            scheduler.update_started(groups, now)
-            version = scheduler.version + 1
-            scheduler.update_finished(now + held, version)
-            world.hold(held, branch * 1000 + version)
-            now += held
-            if draw.random() < 0.3:
-                checkpoint = json.loads(json.dumps(scheduler.state_dict()))
+            idle, began = 0, now
+            while groups:
+                check_step(scheduler, groups, branch, forks)
+                scheduler.update_started(groups, now)
+                now += draw.uniform(0, 20)
+                scheduler.update_finished(now, scheduler.version + 1)
+                if draw.random() < 0.3:
+                    checkpoint = json.loads(json.dumps(scheduler.state_dict()))
+                goes_on = switch is not None and draw.random() < 0.8 and scheduler.version < 25
+                groups = scheduler.ready_to_update(now)[0] if goes_on else []
+                turns += bool(groups)
+            if switch is not None:
+                seconds = draw.uniform(0, 2 * switch)
+                now += seconds
+                scheduler.engine_resumed(now, seconds)
+            world.hold(now - began, branch * 1000 + scheduler.version)
             if draw.random() < 0.1 and not scheduler.evaluating:
-                scheduler.evaluation_started([f"eval.{version}.0"], now)
+                scheduler.evaluation_started([f"eval.{scheduler.version}.0"], now)
         elif restarts and crashes < 4 and draw.random() < 0.02:
             crashes += 1
             branch += 1
@@ -669,6 +706,8 @@ def test_any_run_progresses_or_stops_with_a_named_reason(
             scheduler.rollout_finished(dict(one), now)
         seq = len(world.finished)
         assert idle < 3000, f"no progress: {why}"
+    if in_flight == per_step and not (auto or restarts):
+        assert turns == 0  # synchronous: a turn is one update
     if not restarts:
         assert scheduler.counts["rollouts_stale"] == 0  # the look ahead never lets one become too old
     assert len(set(scheduler.consumed)) == len(scheduler.consumed)
@@ -682,6 +721,15 @@ def test_any_run_progresses_or_stops_with_a_named_reason(
     )
     if "skipped" in scheduler.stop_reason():
         assert scheduler.counts["groups_skipped_equal"] + scheduler.counts["groups_skipped_few"] >= 3
+
+
+def check_wait(scheduler: Scheduler, now: float) -> None:
+    """A switch is put off only while something runs that is worth it, for a time that is bounded."""
+    states = [group.state for group in scheduler.groups.values()]
+    assert states.count("complete") >= scheduler.groups_per_step and states.count("running") >= 2
+    assert now - scheduler.engine_start < states.count("running") * scheduler.switch_seconds
+    assert scheduler.ready_to_update(now, more=False)[0]
+    assert scheduler.ready_to_update(now + len(states) * scheduler.switch_seconds)[1].count("another step's") == 0
 
 
 def check_step(scheduler: Scheduler, groups: list[Group], branch: int, forks: dict[int, int]) -> None:
