@@ -202,8 +202,8 @@ class Config:
             max_grad_norm keep_checkpoints temperature loss_horizon eval_rollouts_per_task tensor_parallel"
         for setting in positive.split():
             need(getattr(self, setting) > 0, setting, "must be greater than 0")
-        for setting in "ranks max_staleness max_refills eval_every eval_tasks kl_coef lr_warmup_steps weight_decay \
-                threads micro_batch_tokens checkpoint_every clip_low clip_high eval_temperature probe_tolerance".split():
+        for setting in "ranks max_staleness max_refills eval_every eval_tasks kl_coef lr_warmup_steps clip_low threads \
+                micro_batch_tokens checkpoint_every weight_decay clip_high eval_temperature probe_tolerance".split():
             need(getattr(self, setting) >= 0, setting, "must not be negative")
         need(bool(re.fullmatch(r"[A-Za-z0-9_.-]{1,80}", self.name)) and self.name not in (".", ".."), "name",
              "use 1 to 80 letters, digits, '_', '.', '-'")

@@ -848,8 +848,7 @@ class Run:
         self.seq = 0  # of the last finished rollout that was read
         self.records: list[dict] = []  # training rollouts that finished since the last step
         self.evaluated: list[dict] = []  # finished rollouts of the present evaluation
-        self.seen_calls = False
-        self.skipped = 0  # groups skipped up to the last step
+        self.seen_calls, self.skipped = False, 0  # any; groups skipped up to the last step
 
     def start_services(self) -> None:
         """Engine and gateway, unless their URLs are given."""
@@ -864,8 +863,7 @@ class Run:
                 ",".join(self.engines.urls), "--engine-key-file", str(self.engines.key_file),
                 "--secret-file", str(secret_file), "--tokenizer", c.model, "--history", c.history,
                 "--port", gateway_url.rsplit(":", 1)[1], "--die-with-parent"])
-        self.gateway = Gateway(gateway_url, key, lambda: children.check(but="engine"))
-        self.secret_file = secret_file
+        self.gateway, self.secret_file = Gateway(gateway_url, key, lambda: children.check(but="engine")), secret_file
 
     def wait_for_gateway(self) -> None:
         url = self.gateway.url
@@ -966,8 +964,7 @@ class Run:
         skipped = self.groups_skipped()
         result = {**({"reward_mean": sum(rewards) / len(rewards)} if rewards else {}), "rollouts": len(self.records),
                   "failed": sum(record["status"] == "failed" for record in self.records),
-                  "groups_skipped": skipped - self.skipped,
-                  "engine_restarts": self.engines.restarts,
+                  "groups_skipped": skipped - self.skipped, "engine_restarts": self.engines.restarts,
                   **{f"total_{name}": n for name, n in sorted(totals.items())}}
         self.records, self.skipped = [], skipped
         return result
@@ -1076,7 +1073,7 @@ def fit(config: Config, train_tasks: list[dict], eval_tasks: list[dict], childre
             if log.last == step:
                 record = None
             run.hand_over(policy, step)
-        turn, asleep = stack.enter_context(contextlib.ExitStack()), False
+        turn, awake = stack.enter_context(contextlib.ExitStack()), True  # the trainer's turn; whether engines are
         while True:
             # 1. Collect groups of finished rollouts; an evaluation of the present weights, if due, runs beside them.
             last, collecting = step >= config.steps, time.monotonic()
@@ -1094,7 +1091,7 @@ def fit(config: Config, train_tasks: list[dict], eval_tasks: list[dict], childre
 
             # 2. The trainer's turn, which may last from the step before: calls are held, the engine sleeps.
             updating, staleness = time.monotonic(), max(scheduler.staleness(group) for group in groups)
-            if not asleep:
+            if awake:
                 turn.enter_context(run.gateway.hold())
                 pushed = run.switch_to_trainer()
                 policy.to_device()
@@ -1110,8 +1107,7 @@ def fit(config: Config, train_tasks: list[dict], eval_tasks: list[dict], childre
             # 4. The engine's turn, unless another update can follow: new weights, then the held calls go on.
             step, pushing = step + 1, time.monotonic()
             scheduler.update_finished(pushing, step)
-            asleep = not run.engine_due(step) and bool(scheduler.ready_to_update(pushing)[0])
-            if not asleep:
+            if awake := run.engine_due(step) or not scheduler.ready_to_update(pushing)[0]:
                 pushed |= run.hand_over(policy, step)
                 turn.close()
                 scheduler.engine_resumed(now := time.monotonic(), switching + now - pushing)
@@ -1123,10 +1119,9 @@ def fit(config: Config, train_tasks: list[dict], eval_tasks: list[dict], childre
                 counts.update(reasons)
             record = {"step": step, **run.rollout_metrics(), "groups": len(groups), "rows": len(rows),
                       "trained_tokens": sum(row.trained_tokens for row in rows), "staleness_max": staleness,
-                      **memory, **pushed, **counts, **(updates[0] if updates else {}),
+                      **memory, **pushed, **counts, **(updates[0] if updates else {}), "seconds_total": resumed - begun,
                       "seconds_rollout": updating - collecting, "seconds_update": pushing - updating,
-                      "seconds_push": resumed - pushing, "seconds_switch": scheduler.switch_seconds,
-                      "seconds_total": resumed - begun, "groups_in_flight": scheduler.groups_in_flight,
+                      "seconds_switch": scheduler.switch_seconds, "groups_in_flight": scheduler.groups_in_flight,
                       "trained": {group.id: [record["index"] for record in group.kept] for group in groups}}
             run.gateway.call("POST", "/steps", record)
             if policy.written.done():

@@ -131,8 +131,7 @@ def recorded(path: Path, seed: int = 0) -> tuple[Source, Machine, dict[str, int]
     steps = [orjson.loads(zlib.decompress(row[0])) for row in db.execute("SELECT data FROM steps ORDER BY step")]
     machine = fitted(calls)
     if steps:
-        switches = [step.get("seconds_switch") or step["seconds_push"] for step in steps]
-        machine.before, machine.after = 0.0, statistics.median(switches)
+        machine.before, machine.after = 0.0, steps[-1]["seconds_switch"]
         per_group = statistics.median(step["seconds_update"] / step["groups"] for step in steps)
         machine.train_speed = statistics.mean(sum(r.tokens for r in g) for g in groups.values()) / per_group
     pool, size = [*groups.values()], max(map(len, groups.values()))

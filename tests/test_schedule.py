@@ -110,7 +110,7 @@ def test_the_log_of_a_gateway_is_replayed(tmp_path: Path) -> None:
                            "VALUES(?, ?, ?, ?, ?, ?, ?, ?)", (name, attempt, at, prompt, shared, bytes(4 * ids), start, end))
     db.execute("INSERT INTO rollouts(id, kind, turns, started_at, finished_at) VALUES('eval.0.0', 'eval', 1, 1, 2)")
     db.execute("INSERT INTO rollouts(id, kind, turns, started_at) VALUES('train.2.0', 'train', 1, 1)")  # runs still
-    step = {"step": 1, "groups": 2, "seconds_update": 9.0, "seconds_push": 0.5, "seconds_switch": 3.0}
+    step = {"step": 1, "groups": 2, "seconds_update": 9.0, "seconds_switch": 3.0}
     db.execute("INSERT INTO steps VALUES(1, ?)", (zlib.compress(orjson.dumps(step)),))
     db.commit()
     source, machine, shape = recorded(tmp_path / "gateway.sqlite")
