@@ -143,7 +143,8 @@ def recorded(path: Path, seed: int = 0) -> tuple[Source, Machine, dict[str, int]
 
 
 def fitted(calls: list[tuple[float, float, int, int]]) -> Machine:
-    """seconds = new * a + response * b + response * (calls beside it) * c, least squares; nothing below zero."""
+    """seconds = work * a + work * (calls beside it) * b, least squares. A log does not tell reading from sampling: of the
+    work, a token that is read is taken for a hundredth of one that is sampled."""
     import numpy
 
     edges = sorted([(start, 1) for start, *_ in calls] + [(end, -1) for _, end, *_ in calls])
@@ -152,16 +153,13 @@ def fitted(calls: list[tuple[float, float, int, int]]) -> Machine:
         at += change
         beside[time] = at
     longest = sorted(end - start for start, end, *_ in calls)[int(0.95 * (len(calls) - 1))]
-    rows = [(new, response, response * (beside[start] - 1), end - start) for start, end, new, response in calls
+    rows = [(response + new / 100, beside[start] - 1, end - start) for start, end, new, response in calls
             if end - start <= longest]
-    table, used = numpy.array(rows, dtype=float), [0, 1, 2]
-    while True:
-        found = dict(zip(used, numpy.linalg.lstsq(table[:, used], table[:, 3], rcond=None)[0]))
-        if len(used) == 1 or min(found.values()) > 0:
-            break
-        used.remove(min(found, key=lambda column: found[column]))
-    a, b, c = (max(found.get(column, 0.0), 1e-9) for column in range(3))
-    return Machine(gpus=1, token_seconds=b, half_speed=b / c, read_speed=1 / a)
+    work, many, seconds = numpy.array(rows, dtype=float).T
+    alone, crowd = numpy.linalg.lstsq(numpy.stack([work, work * many], 1), seconds, rcond=None)[0]
+    if not alone > 0 < crowd:
+        alone, crowd = float((seconds @ work) / (work @ work)), 1e-9
+    return Machine(gpus=1, token_seconds=float(alone), half_speed=float(alone / crowd), read_speed=100 / float(alone))
 
 
 # ---- the simulation

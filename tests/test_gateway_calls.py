@@ -381,7 +381,7 @@ def test_held_calls_hear_something_in_their_dialect(tmp_path: Path, engine: Scri
         server.kill()
 
 
-def test_1000_held_streams_and_the_trainer_is_answered(process: Server) -> None:
+def test_1000_held_streams_and_the_trainer_is_answered(process: Server) -> None:  # 24
     keys = [rollout["agent_key"] for rollout in process.run("g", n=20)]
     process.post("/pause", lease=600)
 

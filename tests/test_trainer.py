@@ -143,6 +143,22 @@ def test_the_readme_example_trains_and_resumes(model: Path, tmp_path: Path) -> N
     assert subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True).returncode == 1  # nothing is left running
 
 
+def test_several_updates_in_one_turn_of_the_trainer(model: Path, tmp_path: Path) -> None:
+    flags = ["--model", str(model), "--name", "one", "--groups-per-step", "1", "--groups-in-flight", "auto", "--max-staleness", "12",
+             "--max-running", "24", "--eval-every", "7", "--checkpoint-every", "2"]
+    for steps, more in ((9, []), (12, ["--resume"])):
+        done = example(tmp_path, *flags, "--steps", str(steps), *more)
+        assert done.returncode == 0, done.stdout + done.stderr
+        lines = [json.loads(line) for line in (tmp_path / "runs/one/metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines] == [*range(steps + 1)]
+        pushed = [line["step"] for line in lines if "push_seconds" in line]
+        assert {7, 9} <= {*pushed} and len(pushed) < steps, pushed  # evaluated weights, and the last ones, are in the engine
+        assert {line["step"] for line in lines if "eval_reward" in line} >= {0, 7, steps}
+        assert all(0 < line["seconds_switch"] < line["seconds_total"] and 1 <= line["groups_in_flight"] <= 6 for line in lines[1:])
+        assert 0 < max(line["staleness_max"] for line in lines[1:]) <= 12 and all(line["trained_tokens"] for line in lines[1:])
+        assert all(line["logprob_gap_max"] < 1e-3 for line in lines[1:])
+
+
 def test_a_run_over_two_ranks_and_a_rank_that_dies(model: Path, tmp_path: Path) -> None:
     bare, template = tmp_path / "bare", model / "chat_template.jinja"
     shutil.copytree(model, bare, ignore=shutil.ignore_patterns(template.name))
