@@ -4,7 +4,7 @@ The run's own `Scheduler` decides; only what takes time is simulated:
 
     rollout   tool -> call -> tool -> call ... -> verifier, drawn by a law that is printed, or those of a recorded run
     engine    GPUs read what is new of a call's prompt, one call each, then sample; the more calls, the slower each. A switch
-              empties its cache: the next call of every rollout reads its whole context again.
+              empties the cache: each rollout's next call (or the rest of an aborted one) reads its whole context again.
     trainer   its turn is sleep, load, update(s), push, wake. Tools run on meanwhile; calls wait.
 
     synchronous   as many groups in flight as in a step
@@ -73,7 +73,7 @@ class Machine:
 
 @dataclass
 class Law:
-    """Numbers are log-normal (median, sigma of the logarithm): most are small and a few are huge."""
+    """Log-normal numbers (median, sigma of the logarithm): most are small and a few are huge."""
 
     seed: int = 0
     turns: tuple[float, float, float] = (14, 0.5, 0.7)  # sigma of the task's difficulty, and of the rollout's luck
@@ -397,7 +397,7 @@ def main() -> None:
         machine.max_running = options.max_running
         return compare(str(options.trace), source, machine, options.updates, **shape)
     law = Law(options.seed)
-    print(f"The law of rollouts, {Law.__doc__}\n{law}")
+    print(f"The law of the rollouts. {Law.__doc__}\n{law}")
     for gpus in options.gpus:
         compare(f"Long rollouts, {gpus} GPUs", law, Machine(gpus), options.updates, 16, 8)
     law = Law(options.seed, **SHORT)
