@@ -237,7 +237,8 @@ class Scheduler:
         again = Counter(f"rollouts_{_fate(record)}" for group in groups for record in group.results.values())
         counts = self.counts - again - Counter(groups_started=len(groups))
         return {"version": self.version, "next_k": self.next_k, "consumed": list(self.consumed), "seen": self.seen,
-                "unfinished": unfinished, "abandoned": sorted(self.abandoned), "counts": dict(counts)}
+                "unfinished": unfinished, "abandoned": sorted(self.abandoned), "counts": dict(counts),
+                "groups_in_flight": self.groups_in_flight}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """To be called before any event. Unfinished groups start first, under their old ids: the gateway answers with
@@ -245,6 +246,7 @@ class Scheduler:
         self.version, self.next_k, self.consumed = state["version"], state["next_k"], list(state["consumed"])
         self.counts, self.abandoned = Counter(state["counts"]), set(state["abandoned"])
         self.seen = self.known = state["seen"]
+        self.groups_in_flight = state["groups_in_flight"] if self.most_in_flight else self.groups_in_flight
         self.restarts = [Group(self._id(k, again), k, again, version) for k, again, version in state["unfinished"]]
 
     # Inside

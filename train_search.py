@@ -140,6 +140,16 @@ def task(config: SearchConfig, name: str, question: dict, search_url: str) -> di
             "verifier": {"verify": "agents:verify_search", "answers": question["answers"]}}
 
 
+def built_in_model(places: list[small_tasks.Place], seed: int) -> str:
+    """The small model's directory. It has seen how to search, in made-up worlds."""
+    import small_model  # here: the search server does without torch
+
+    names = [value for place in places for value in place.values()]
+    demonstrate = partial(small_tasks.search_demonstration, places=places, system=agents.SEARCH_SYSTEM,
+                          show=agents.show_results)
+    return str(small_model.ensure(names, lambda rng, bad: demonstrate(rng, bad=bad), [agents.SEARCH_TOOL], seed))
+
+
 def main() -> None:
     config = parse(SearchConfig)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -151,14 +161,7 @@ def main() -> None:
 
         if not config.model and torch.cuda.is_available() and config.device != "cpu":
             config.model = "Qwen/Qwen3.5-9B"
-        if not config.model:
-            import small_model  # here: the search server does without torch
-
-            names = [value for place in places for value in place.values()]
-            demonstrate = partial(small_tasks.search_demonstration, places=places, system=agents.SEARCH_SYSTEM,
-                                  show=agents.show_results)
-            config.model = str(small_model.ensure(names, lambda rng, bad: demonstrate(rng, bad=bad),
-                                                  [agents.SEARCH_TOOL], config.seed))
+        config.model = config.model or built_in_model(places, config.seed)
         with Children(config.run_dir) as children:
             port, corpus = free_port(kept=config.run_dir / "search.port"), config.run_dir / "corpus.json"
             corpus.write_text(json.dumps(documents))

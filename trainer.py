@@ -35,7 +35,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from itertools import accumulate
+from itertools import accumulate, compress
 from pathlib import Path
 from typing import Any
 
@@ -432,8 +432,8 @@ class Policy:
         norm = self._step()
         numbers = [{name: float(value) for name, value in part.items()} for part in parts]
         result = summarize(part for rank in self.ranks.gather(numbers) for part in rank) | {"grad_norm": norm}
-        result["ratio_mean"] *= result["tokens"] / max(result["same_version"], 1)
-        return result
+        ratio, gap, same = result.pop("ratio_mean"), result.pop("logprob_gap_max"), result["same_version"]
+        return result | ({"ratio_mean": ratio * result["tokens"] / same, "logprob_gap_max": gap} if same else {})
 
     def _step(self) -> float:
         """Clips the gradients and makes the optimizer step; returns their norm over all ranks."""
@@ -1090,7 +1090,7 @@ def fit(config: Config, train_tasks: list[dict], eval_tasks: list[dict], childre
                 log.say(why)
 
             # 2. The trainer's turn, which may last from the step before: calls are held, the engine sleeps.
-            updating, staleness = time.monotonic(), max(scheduler.staleness(group) for group in groups)
+            updating = time.monotonic()
             if awake:
                 turn.enter_context(run.gateway.hold())
                 pushed = run.switch_to_trainer()
@@ -1118,7 +1118,7 @@ def fit(config: Config, train_tasks: list[dict], eval_tasks: list[dict], childre
             for _, _, reasons in batches:
                 counts.update(reasons)
             record = {"step": step, **run.rollout_metrics(), "groups": len(groups), "rows": len(rows),
-                      "trained_tokens": sum(row.trained_tokens for row in rows), "staleness_max": staleness,
+                      "trained_tokens": sum(row.trained_tokens for row in rows), **staleness(rows, step - 1),
                       **memory, **pushed, **counts, **(updates[0] if updates else {}), "seconds_total": resumed - begun,
                       "seconds_rollout": updating - collecting, "seconds_update": pushing - updating,
                       "seconds_switch": scheduler.switch_seconds, "groups_in_flight": scheduler.groups_in_flight,
@@ -1129,6 +1129,15 @@ def fit(config: Config, train_tasks: list[dict], eval_tasks: list[dict], childre
             if step >= config.steps or config.checkpoint_every and step % config.checkpoint_every == 0:
                 policy.save(config.run_dir / "checkpoints" / f"step-{step:06d}", config.keep_checkpoints,
                             {"scheduler": scheduler.state_dict(), "record": record})
+
+
+def staleness(rows: list[Sample], version: int) -> dict[str, float]:
+    """Of the trained tokens, against the weights that they train: mean, maximum, and the part of each staleness."""
+    counts = Counter(version - sampled for row in rows for sampled in compress(row.versions, row.mask))
+    total = max(counts.total(), 1)
+    mean = sum(age * n for age, n in counts.items()) / total
+    return {"staleness_mean": mean, "staleness_max": max(counts, default=0),
+            **{f"staleness_{age}": n / total for age, n in sorted(counts.items())}}
 
 
 def name_the_dead(children: Children) -> None:

@@ -44,13 +44,22 @@ class ScriptedEngine:
     def __init__(self, port: int = 0) -> None:
         self.length, self.delay, self.version, self.seen, self.faults = 3, 0.0, "0", [], []
         self.aborted, self.context, self.running, self.sampled, self.tools = threading.Event(), 4096, 0, 0, None
+        self.asleep, self.slipped = False, []  # paths that were asked for while asleep
         routes = [
             Route("/v1/models", self.models),
             Route("/v1/chat/completions/render", self.render, methods=["POST"]),
             Route("/inference/v1/generate", self.generate, methods=["POST"]),
             Route("/v1/chat/completions/derender", self.derender, methods=["POST"]),
         ]
-        self.server = uvicorn.Server(uvicorn.Config(Starlette(routes=routes), port=port, log_level="critical"))
+        app = Starlette(routes=routes)
+
+        async def guarded(scope: Any, receive: Any, send: Any) -> None:
+            if self.asleep:
+                self.slipped.append(scope["path"])
+                raise RuntimeError("asked while asleep")
+            await app(scope, receive, send)
+
+        self.server = uvicorn.Server(uvicorn.Config(guarded, port=port, log_level="critical", lifespan="off"))
         self.thread = threading.Thread(target=self.server.run)
         self.thread.start()
         while not self.server.started:

@@ -408,6 +408,41 @@ def test_1000_held_streams_and_the_trainer_is_answered(process: Server) -> None:
     assert process.get("/state")["counts"]["call_ok"] == 1000
 
 
+def test_no_request_slips_through_while_the_engine_sleeps(server: Server, engine: ScriptedEngine) -> None:
+    """Callers throughout, plain and streamed, in three dialects, over 30 turns of the trainer."""
+    engine.length, engine.delay, over, replies = 6, 0.01, threading.Event(), []
+    ask = {"model": "m", "max_tokens": 50}
+    requests = [(CHAT, ask | HI), ("/v1/messages", ask | HI), ("/v1/responses", {"model": "m", "input": "hi"})]
+
+    def calls(key: str, number: int) -> None:
+        (path, body), client = requests[number % 3], server.client(key)
+        while not over.is_set():
+            replies.append(client.post(path, json=body | {"stream": number % 2 == 0}, headers={"x-api-key": key}))
+
+    callers = [threading.Thread(target=calls, args=(rollout["agent_key"], i)) for rollout in server.run("g", n=4)
+               for i in range(3)]
+    for caller in callers:
+        caller.start()
+    for version in range(1, 31):
+        time.sleep(0.03)
+        server.post("/pause", lease=30)
+        engine.aborted.set()
+        server.wait(in_flight=0)
+        engine.asleep = True
+        time.sleep(0.03)
+        engine.asleep, engine.version = False, str(version)
+        engine.aborted.clear()
+        server.post("/resume", version=version)
+    over.set()
+    for caller in callers:
+        caller.join()
+    assert engine.slipped == [] and len(replies) > 100 and all(reply.status_code == 200 for reply in replies)
+    turns = [turn for i in range(4) for turn in server.turns(f"g.{i}")]
+    assert len(turns) == len(replies)
+    assert all(len(turn["response_ids"]) == 6 == len(turn["versions"]) for turn in turns)
+    assert len({version for turn in turns for version in turn["versions"]}) > 20
+
+
 def test_a_plain_reply_that_was_begun_and_fails_breaks_off(tmp_path: Path, engine: ScriptedEngine) -> None:
     """Its status was said to be 200: only a broken connection makes a client try again."""
     server = Server(tmp_path, f"http://127.0.0.1:{engine.port}", keepalive=0.1)
