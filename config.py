@@ -1,7 +1,7 @@
 """Every setting of a run, in one flat dataclass; its command line (tyro) and its checks.
 
-A recipe (`train_search.py`) subclasses `Config` with its own settings and changes defaults. The text under each field
-is its `--help`. Names say what is counted: `groups_per_step`, `rollouts_per_group`, never a bare batch size.
+A recipe (`train_search.py`) subclasses `Config` with its own settings and changes defaults. The comment above each
+field is its `--help`. Names say what is counted: `groups_per_step`, `rollouts_per_group`, never a bare batch size.
 
     class MyConfig(Config): my_knob: int = 3        config = parse(MyConfig)        # errors: one line, exit status 2
 """
@@ -17,162 +17,168 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
-CACHE = Path(os.environ.get("HARNESSED_CACHE", "~/.cache/harnessed")).expanduser()
-
 
 @dataclass(kw_only=True)
 class Config:
     """Train a language model with reinforcement learning inside the harness it will be deployed in."""
 
     # --- the run
+
+    # Name of the run; its files are in RUNS_DIR/NAME. Empty: the recipe's name and the time.
     name: str = ""
-    """Name of the run; its files are in RUNS_DIR/NAME. Empty: the recipe's name and the time."""
+    # Where runs are kept: metrics.jsonl, gateway log, checkpoints, output of rollouts.
     runs_dir: str = "runs"
-    """Where runs are kept: metrics.jsonl, gateway log, checkpoints, output of rollouts."""
+    # Optimizer steps (one step trains GROUPS_PER_STEP groups) after which the run ends.
     steps: int = 40
-    """Optimizer steps (one step trains GROUPS_PER_STEP groups) after which the run ends."""
+    # Seeds the data order, the engine's sampling and everything else that is drawn.
     seed: int = 0
-    """Seeds the data order, the engine's sampling and everything else that is drawn."""
+    # Go on with the run NAME from its newest checkpoint.
     resume: bool = False
-    """Go on with the run NAME from its newest checkpoint."""
 
     # --- the model
+
+    # A local Hugging Face directory, or a hub name (Qwen3.5-9B means Qwen/Qwen3.5-9B). Empty: with a GPU
+    # Qwen/Qwen3.5-9B, without one the built-in small model, made on first use in $HARNESSED_CACHE (default
+    # ~/.cache/harnessed).
     model: str = ""
-    """A local Hugging Face directory, or a hub name (Qwen3.5-9B means Qwen/Qwen3.5-9B). Empty: with a GPU
-    Qwen/Qwen3.5-9B, without one the built-in small model, made on first use in $HARNESSED_CACHE (default
-    ~/.cache/harnessed)."""
+    # Jinja file that takes the place of the model's own chat template.
     chat_template: str = ""
-    """Jinja file that takes the place of the model's own chat template."""
+    # Longest prompt plus response that the engine serves and the longest row that is trained, in tokens.
     max_context_tokens: int = 2048
-    """Longest prompt plus response that the engine serves and the longest row that is trained, in tokens."""
 
     # --- rollouts
+
+    # Groups (rollouts of one task) that one optimizer step consumes.
     groups_per_step: int = 16
-    """Groups (rollouts of one task) that one optimizer step consumes."""
+    # Rollouts of one task; their mean reward is the baseline.
     rollouts_per_group: int = 8
-    """Rollouts of one task; their mean reward is the baseline."""
+    # Groups kept running at once. 0: GROUPS_PER_STEP, which is synchronous RL; more is collocated async. auto: as many
+    # as keep GROUPS_PER_STEP * ROLLOUTS_PER_GROUP rollouts running, up to MAX_STALENESS / 2 * GROUPS_PER_STEP.
     groups_in_flight: int | Literal["auto"] = 0
-    """Groups kept running at once. 0: GROUPS_PER_STEP, which is synchronous RL; more is collocated async. auto: as many
-    as keep GROUPS_PER_STEP * ROLLOUTS_PER_GROUP rollouts running, up to MAX_STALENESS / 2 * GROUPS_PER_STEP."""
+    # Oldest token that is trained, in weight versions. 0: 2 * GROUPS_IN_FLIGHT / GROUPS_PER_STEP; for auto 8.
     max_staleness: int = 0
-    """Oldest token that is trained, in weight versions. 0: 2 * GROUPS_IN_FLIGHT / GROUPS_PER_STEP; for auto 8."""
+    # Groups started at most in one step in place of skipped ones (all rewards equal); then the step is smaller.
     max_refills: int = 16
-    """Groups started at most in one step in place of skipped ones (all rewards equal); then the step is smaller."""
+    # Rollouts that the controller runs at once.
     max_running: int = 64
-    """Rollouts that the controller runs at once."""
+    # Attempts for a rollout that the machinery lost (a lost rollout is never reward 0).
     max_attempts: int = 3
-    """Attempts for a rollout that the machinery lost (a lost rollout is never reward 0)."""
+    # Seconds for one rollout's harness and verifier each, held time excluded.
     rollout_timeout: float = 300.0
-    """Seconds for one rollout's harness and verifier each, held time excluded."""
+    # What a rollout counts whose harness or verifier failed or ran out of time: reward 0, or nothing.
     on_failure: Literal["zero", "drop"] = "zero"
-    """What a rollout counts whose harness or verifier failed or ran out of time: reward 0, or nothing."""
+    # Where sampled ids take the place of the rendered ones in later prompts of a rollout. exact: nowhere. tokens:
+    # where both are the same text. messages: also where the harness sent our message back unchanged and the template
+    # rewrote it.
     history: Literal["exact", "tokens", "messages"] = "tokens"
-    """Where sampled ids take the place of the rendered ones in later prompts of a rollout. exact: nowhere. tokens:
-    where both are the same text. messages: also where the harness sent our message back unchanged and the template
-    rewrote it."""
 
     # --- sampling
+
+    # Sampling temperature of training rollouts; log-probs are taken at it on both sides.
     temperature: float = 1.0
-    """Sampling temperature of training rollouts; log-probs are taken at it on both sides."""
+    # Most tokens of one model call (clamped to the context left).
     max_response_tokens: int = 64
-    """Most tokens of one model call (clamped to the context left)."""
+    # Evaluate after every so many steps, and at the start and the end. 0: never.
     eval_every: int = 10
-    """Evaluate after every so many steps, and at the start and the end. 0: never."""
+    # Sampling temperature of evaluation rollouts.
     eval_temperature: float = 1.0
-    """Sampling temperature of evaluation rollouts."""
+    # Rollouts of each evaluation task.
     eval_rollouts_per_task: int = 1
-    """Rollouts of each evaluation task."""
+    # Evaluation tasks used, the first ones. 0: all.
     eval_tasks: int = 0
-    """Evaluation tasks used, the first ones. 0: all."""
 
     # --- advantage and loss (advantage.py has the formulas)
+
+    # How the rewards of a group become the advantages of its rollouts.
     advantage: Literal["grpo", "dr_grpo", "rloo", "maxrl"] = "grpo"
-    """How the rewards of a group become the advantages of its rollouts."""
+    # Weight of a token: 1/(R T_rollout), 1/T_update, or 1/(R LOSS_HORIZON).
     loss_normalization: Literal["rollout_mean", "token_mean", "constant"] = "rollout_mean"
-    """Weight of a token: 1/(R T_rollout), 1/T_update, or 1/(R LOSS_HORIZON)."""
+    # Fixed length that the loss of a rollout is divided by with `constant` (Dr. GRPO).
     loss_horizon: float = 1000.0
-    """Fixed length that the loss of a rollout is divided by with `constant` (Dr. GRPO)."""
+    # Importance ratio of the clipped objective: of each token, or of the sequence (GSPO).
     ratio: Literal["token", "gspo"] = "token"
-    """Importance ratio of the clipped objective: of each token, or of the sequence (GSPO)."""
+    # PPO clip below: ratios under 1 - CLIP_LOW get no gradient (when that would help the objective).
     clip_low: float = 0.2
-    """PPO clip below: ratios under 1 - CLIP_LOW get no gradient (when that would help the objective)."""
+    # PPO clip above: 1 + CLIP_HIGH (DAPO's clip-higher).
     clip_high: float = 0.28
-    """PPO clip above: 1 + CLIP_HIGH (DAPO's clip-higher)."""
+    # With a negative advantage the ratio counts at most this much (dual-clip PPO).
     dual_clip: float = 3.0
-    """With a negative advantage the ratio counts at most this much (dual-clip PPO)."""
+    # Off-policy correction pi_old / pi_rollout: truncated for each token, for each row, masked out, or none.
     importance: Literal["token", "sequence", "mask", "none"] = "token"
-    """Off-policy correction pi_old / pi_rollout: truncated for each token, for each row, masked out, or none."""
+    # Cap of the off-policy importance weight.
     importance_cap: float = 2.0
-    """Cap of the off-policy importance weight."""
+    # Weight of the KL penalty (k3 estimator) to the starting model. 0: no reference model is kept.
     kl_coef: float = 0.0
-    """Weight of the KL penalty (k3 estimator) to the starting model. 0: no reference model is kept."""
+    # Optimizer steps that one batch of groups is cut into (whole groups each).
     minibatches: int = 1
-    """Optimizer steps that one batch of groups is cut into (whole groups each)."""
 
     # --- optimizer
+
+    # AdamW learning rate.
     lr: float = 1e-6
-    """AdamW learning rate."""
+    # Steps over which the learning rate rises linearly from 0.
     lr_warmup_steps: int = 0
-    """Steps over which the learning rate rises linearly from 0."""
+    # Learning rate after the warm-up: constant, or falling linearly to a tenth at the last step.
     lr_decay: Literal["constant", "linear"] = "constant"
-    """Learning rate after the warm-up: constant, or falling linearly to a tenth at the last step."""
+    # AdamW weight decay.
     weight_decay: float = 0.0
-    """AdamW weight decay."""
+    # AdamW decay of the mean of the gradients.
     adam_beta1: float = 0.9
-    """AdamW decay of the mean of the gradients."""
+    # AdamW decay of the mean of their squares.
     adam_beta2: float = 0.99
-    """AdamW decay of the mean of their squares."""
+    # Gradients are clipped to this norm.
     max_grad_norm: float = 1.0
-    """Gradients are clipped to this norm."""
+    # Tokens (padding included) of one forward and backward pass of a rank. Gradients do not depend on it. 0: 16384 on
+    # a GPU, 1024 on a CPU, which has no use for more; a longer row is alone in its pass.
     micro_batch_tokens: int = 0
-    """Tokens (padding included) of one forward and backward pass of a rank. Gradients do not depend on it. 0: 16384 on
-    a GPU, 1024 on a CPU, which has no use for more; a longer row is alone in its pass."""
+    # Compute activations again in the backward instead of keeping them. auto: on a GPU.
     activation_checkpointing: Literal["auto", "on", "off"] = "auto"
-    """Compute activations again in the backward instead of keeping them. auto: on a GPU."""
 
     # --- processes
+
+    # Trainer processes that the model is sharded over (FSDP2). 0: one for each visible GPU; torchrun sets its own.
     ranks: int = 0
-    """Trainer processes that the model is sharded over (FSDP2). 0: one for each visible GPU; torchrun sets its own."""
+    # Where the trainer and the embedded engine compute.
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the trainer and the embedded engine compute."""
+    # CPU threads of trainer and engine each (they take turns). 0: all cores; the engine one for a small model.
     threads: int = 0
-    """CPU threads of trainer and engine each (they take turns). 0: all cores; the engine one for a small model."""
+    # A gateway that runs already. Empty: start one.
     gateway_url: str = ""
-    """A gateway that runs already. Empty: start one."""
+    # What serves the model. vllm: one vLLM server for each TENSOR_PARALLEL GPUs, on the trainer's own; embedded:
+    # engine.py, which needs nothing else. auto: vllm where there is a GPU.
     engine: Literal["auto", "embedded", "vllm"] = "auto"
-    """What serves the model. vllm: one vLLM server for each TENSOR_PARALLEL GPUs, on the trainer's own; embedded:
-    engine.py, which needs nothing else. auto: vllm where there is a GPU."""
+    # GPUs of one vLLM server.
     tensor_parallel: int = 1
-    """GPUs of one vLLM server."""
+    # More flags of `vllm serve`, as on a command line (with =: --vllm-args='--block-size 32'); they win over ours.
     vllm_args: str = ""
-    """More flags of `vllm serve`, as on a command line (with =: --vllm-args='--block-size 32'); they win over ours."""
+    # Interpreter that has vLLM. Empty: $HARNESSED_VLLM_PYTHON, else this one.
     vllm_python: str = ""
-    """Interpreter that has vLLM. Empty: $HARNESSED_VLLM_PYTHON, else this one."""
+    # Engines that run already, separated by commas: `vllm_server.py` or `engine.py`. Empty: start them.
     engine_url: str = ""
-    """Engines that run already, separated by commas: `vllm_server.py` or `engine.py`. Empty: start them."""
+    # File with the key that every route of the engines asks for. Empty: RUNS_DIR/NAME/engine.key, made if missing.
     engine_key_file: str = ""
-    """File with the key that every route of the engines asks for. Empty: RUNS_DIR/NAME/engine.key, made if missing."""
+    # Most that the engines' log-probs may be away from the trainer's (mean over a probe) after new weights were
+    # pushed, else the run ends. 0: 1e-3 on a CPU (float32), 0.1 on a GPU (bfloat16).
     probe_tolerance: float = 0.0
-    """Most that the engines' log-probs may be away from the trainer's (mean over a probe) after new weights were
-    pushed, else the run ends. 0: 1e-3 on a CPU (float32), 0.1 on a GPU (bfloat16)."""
+    # File with the run's secret, from which all keys are made. Empty: RUNS_DIR/NAME/secret.
     secret_file: str = ""
-    """File with the run's secret, from which all keys are made. Empty: RUNS_DIR/NAME/secret."""
+    # Start a local controller. False: one runs elsewhere.
     start_controller: bool = True
-    """Start a local controller. False: one runs elsewhere."""
+    # Port of the gateway that is started. 0: a free one.
     gateway_port: int = 0
-    """Port of the gateway that is started. 0: a free one."""
+    # Port of the engine that is started. 0: a free one.
     engine_port: int = 0
-    """Port of the engine that is started. 0: a free one."""
 
     # --- records
+
+    # Checkpoint after every so many steps and at the end. 0: only at the end.
     checkpoint_every: int = 20
-    """Checkpoint after every so many steps and at the end. 0: only at the end."""
+    # Checkpoints kept; older ones are removed.
     keep_checkpoints: int = 2
-    """Checkpoints kept; older ones are removed."""
+    # Weights & Biases: auto is online where WANDB_API_KEY is set, else offline.
     wandb: Literal["auto", "offline", "online", "disabled"] = "auto"
-    """Weights & Biases: auto is online where WANDB_API_KEY is set, else offline."""
+    # Project that the run is shown under.
     wandb_project: str = "harnessed"
-    """Project that the run is shown under."""
 
     def __post_init__(self) -> None:
         recipe = Path(sys.argv[0]).stem or "run"

@@ -1121,7 +1121,8 @@ def fit(config: Config, train_tasks: list[dict], eval_tasks: list[dict], childre
                       "trained_tokens": sum(row.trained_tokens for row in rows), **staleness(rows, step - 1),
                       **memory, **pushed, **counts, **(updates[0] if updates else {}), "seconds_total": resumed - begun,
                       "seconds_rollout": updating - collecting, "seconds_update": pushing - updating,
-                      "seconds_switch": scheduler.switch_seconds, "groups_in_flight": scheduler.groups_in_flight,
+                      "seconds_push": resumed - pushing, "seconds_switch": scheduler.switch_seconds,
+                      "groups_in_flight": scheduler.groups_in_flight, "time": time.time(),
                       "trained": {group.id: [record["index"] for record in group.kept] for group in groups}}
             run.gateway.call("POST", "/steps", record)
             if policy.written.done():
