@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 import agents  # noqa: E402
 import train_search  # noqa: E402
 
-MEDIAN, SIGMA, MOST = 0.4, 1.6, 20.0  # of the seconds that a tool sleeps: log-normal, cut at MOST
+MEDIAN, SIGMA, MOST = 0.25, 1.6, 15.0  # of the seconds that a tool sleeps: log-normal, cut at MOST
 GROUPS, ROLLOUTS, STEPS = 8, 4, 10
 POLICIES = ("sync", "drain 2", "ours 2", "drain 4", "ours 4", "ours auto")
 SETTINGS = ["--groups-per-step", GROUPS, "--rollouts-per-group", ROLLOUTS, "--max-running", 16 * GROUPS * ROLLOUTS,
@@ -49,7 +49,7 @@ def sleepy_search_agent(task: dict, workdir: Path) -> None:
 
 
 def train(policy: str) -> None:
-    """One run, in this process: the recipe with a policy, a slow harness for training, no evaluation at the start."""
+    """One run, in this process: the recipe with a policy, a slow harness for training, an evaluation at the end alone."""
     from scheduler import Scheduler
     from trainer import Run
 
@@ -66,7 +66,7 @@ def train(policy: str) -> None:
         return switch(run)
 
     train_search.task = task
-    Run.start_evaluation = lambda run, step: evaluate(run, step) if step else None
+    Run.start_evaluation = lambda run, step: evaluate(run, step) if step >= run.config.steps else None
     if policy.startswith("drain"):
         Run.switch_to_trainer, Run.engine_due, Scheduler._one_more = drain, lambda *_: True, lambda *_: False
     train_search.main()

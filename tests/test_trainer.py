@@ -13,6 +13,7 @@ import time
 from itertools import accumulate
 from pathlib import Path
 
+import matplotlib.image
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -156,7 +157,16 @@ def test_several_updates_in_one_turn_of_the_trainer(model: Path, tmp_path: Path)
         assert {line["step"] for line in lines if "eval_reward" in line} >= {0, 7, steps}
         assert all(0 < line["seconds_switch"] < line["seconds_total"] and 1 <= line["groups_in_flight"] <= 6 for line in lines[1:])
         assert 0 < max(line["staleness_max"] for line in lines[1:]) <= 12 and all(line["trained_tokens"] for line in lines[1:])
-        assert all(line["logprob_gap_max"] < 1e-3 for line in lines[1:])
+        for line in lines[1:]:
+            parts = {age: line[f"staleness_{age}"] for age in range(13) if f"staleness_{age}" in line}
+            assert sum(parts.values()) == pytest.approx(1) and max(parts) == line["staleness_max"]
+            assert sum(age * part for age, part in parts.items()) == pytest.approx(line["staleness_mean"])
+            assert ("logprob_gap_max" in line) == (0 in parts) and line.get("logprob_gap_max", 0) < 1e-3
+    command = [sys.executable, str(ROOT / "bench/timeline.py"), "runs/one", "--out", "run.png"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    picture = matplotlib.image.imread(tmp_path / "run.png")[..., :3].reshape(-1, 3)
+    for version in range(4):  # colours of its calls
+        assert (abs(picture - matplotlib.colormaps["tab10"].colors[version]).max(-1) < 0.01).any()
 
 
 def test_a_run_over_two_ranks_and_a_rank_that_dies(model: Path, tmp_path: Path) -> None:
