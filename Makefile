@@ -28,6 +28,8 @@ prove: $(VENV)/.dev $(VLLM_VENV)/.done
 	$(VENV)/bin/python bench/rollouts.py
 	$(VENV)/bin/python bench/gateway.py
 	$(VENV)/bin/python bench/update.py
+	$(VENV)/bin/python bench/schedule.py
+	$(VENV)/bin/python bench/async_live.py
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11: set PYTHON"; exit 1; }

@@ -9,7 +9,7 @@ evaluation (tools that do not sleep), which is not timed. The policies, with the
     ours N      calls are aborted and go on after the update; the scheduler says when, and how many updates
     ours auto   the same, and as many groups as the measured tail asks for
 
-`seconds`: from the first rollout's start to the end of the last update, everything between included.
+`seconds`: from the first rollout's start to the end of the last update, everything between included; speed-up against the first policy. The last lines are means over the seeds.
 """
 
 import argparse
@@ -113,10 +113,19 @@ def main() -> None:
                 print(f"{'policy':10} {'seed':>5} " + " ".join(f"{key:>8}" for key in r) + f" {'speed-up':>9}")
             results.setdefault(policy, []).append(r)
             print(row(policy, seed, r, results[options.policies[0]][-1]["seconds"]), flush=True)
+    base = results[options.policies[0]]
+    for policy, runs in results.items():
+        means = [{key: statistics.mean(r[key] for r in found) for key in found[0]} for found in (base, runs)]
+        print(row(policy, "mean", means[1], means[0]["seconds"]), end="")
+        if len(runs) > 1:  # standard errors over the seeds
+            errors = [statistics.stdev(r["eval"] for r in found) / len(found) ** 0.5 for found in (base, runs)]
+            gap, error = means[1]["eval"] - means[0]["eval"], math.hypot(*errors)
+            print(f"   eval against {options.policies[0]}: {gap:+.3f}, standard error {error:.3f}", end="")
+        print()
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--train":
+    if sys.argv[1:2] == ["--train"]:
         policy = sys.argv[2]
         del sys.argv[1:3]
         train(policy)

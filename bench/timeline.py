@@ -46,6 +46,8 @@ def draw(rollouts: list[Any], steps: list[dict], begin: float, seconds: float, o
     bars: dict[Any, list[tuple[int, float, float]]] = {}  # colour -> (place, start, seconds)
     for _, kind, start, end, calls in rollouts:
         end = end or last
+        if end < zero + begin or start > last:
+            continue
         place = next((i for i, free in enumerate(places) if free <= start), len(places))
         places[place:place + 1] = [end]
         bars.setdefault("0.85" if kind == "train" else "0.93", []).append((place, start - zero, end - start))
@@ -62,7 +64,8 @@ def draw(rollouts: list[Any], steps: list[dict], begin: float, seconds: float, o
         pushing = step["time"] - step["seconds_push"] - zero
         axes.axvspan(pushing - step["seconds_update"], pushing, color="black", alpha=0.35, linewidth=0)
         axes.axvspan(pushing, pushing + step["seconds_push"], color="crimson", alpha=0.35, linewidth=0)
-        axes.annotate(str(step["step"]), (pushing, 1.01), xycoords=("data", "axes fraction"), ha="center", fontsize=7)
+        if begin < pushing < last - zero:
+            axes.annotate(str(step["step"]), (pushing, 1.01), xycoords=("data", "axes fraction"), ha="center", fontsize=7)
     axes.set(xlim=(begin, last - zero), ylim=(len(places), -1), xlabel="seconds", ylabel="rollouts that run")
     legend = [Patch(color="0.85", label="harness and tools"), Patch(color="0.93", label="of an evaluation"),
               Patch(color=COLOURS[0], label="call (colour: weight version)"),
