@@ -5,18 +5,20 @@
            └─ keeper: one for each phase (harness, then verifier), connected to the controller
                 └─ the harness or verifier, in a session, directory and environment of its own
 
-A keeper adopts what its phase leaves behind (subreaper) and kills it all when the phase ends or the connection
-closes: a time-out, Ctrl-C or SIGKILL of the controller leaves no process, and nothing of the harness runs during
-grading. RUN_DIR/rollouts/ID.ATTEMPT has work/ (the working directory, with result/), harness.txt and verifier.txt (the
-output); it is removed when the rollout has succeeded.
+A keeper adopts what its phase leaves behind (subreaper) and kills it all when the phase ends, uses too much, or the
+connection closes: a time-out, Ctrl-C or SIGKILL of the controller leaves no process, and nothing of the harness runs
+during grading. RUN_DIR/rollouts/ID.ATTEMPT has work/ (where the harness ran), verify/ (where the verifier runs: it gets
+result/ out of work/, without links), harness.txt and verifier.txt (the output); it is removed after a success.
+
+Functions are trusted code. Harness commands run in bubblewrap where the kernel allows: they see programs and their own
+directory, and reach the gateway through a socket that we relay. HARNESSED_SANDBOX (JSON) begins a command with which
+functions and verifiers run what a model wrote, without any network; a second --bind or --ro-bind may follow it.
 
 A harness gets base_env(), HOME and TMPDIR in its directory, MODEL_NAME, {OPENAI,ANTHROPIC}_{BASE_URL,API_KEY}, and
 HARNESSED_TASK: a file with its part of the task as JSON. A verifier command gets HARNESSED_GATEWAY, HARNESSED_ROLLOUT,
 on stdin a line with its key and a line with the whole task, and posts the reward itself. A verifier that exits with 75
-was failed by the machinery: its attempt is lost, not failed. Statuses are as in `subprocess`: -9 is SIGKILL.
-
-Left out, so far: Kubernetes, bubblewrap (harnesses are trusted code, and may fill the disk). If the fork server dies,
-the controller stops; a keeper that is killed loses its attempt, and daemons that this has made live on.
+was failed by the machinery: its attempt is lost, not failed. Statuses are as in `subprocess`: -9 is SIGKILL (from
+bubblewrap: 137). If the fork server dies, the controller stops; a killed keeper loses its attempt.
 Run: python controller.py --help
 """
 
@@ -30,15 +32,19 @@ import json
 import math
 import multiprocessing
 import os
+import resource
 import select
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
 
 import config
 
@@ -46,9 +52,41 @@ PASSED_ON = ("PATH", "LANG", "LC_ALL", "TZ", "USER", "LD_LIBRARY_PATH", "SSL_CER
 TAIL_BYTES = 4_096  # of a phase's output: sent to the gateway
 CLAIM_SECONDS = 1  # how long a claim waits at the gateway for work, and so how long a controller may take to stop
 KILL_SECONDS = 30  # for processes to die of SIGKILL
+LOOK_SECONDS, DISK_SECONDS = 0.25, 5  # between looks at what a phase uses
+OUTPUT_BYTES = 16 * 2**20  # of a phase's output; more, and the older is dropped
+SCRATCH_BYTES = 2**30  # of /tmp and of /dev/shm in a sandbox
+VISIBLE = "usr bin sbin lib lib32 lib64 etc/alternatives etc/ca-certificates etc/group etc/hosts etc/ld.so.cache \
+    etc/ld.so.conf etc/ld.so.conf.d etc/localtime etc/mime.types etc/nsswitch.conf etc/passwd etc/pki etc/ssl"
 TEMPORARY_FAILURE = 75  # EX_TEMPFAIL of sysexits.h
 prctl, PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = ctypes.CDLL(None).prctl, 1, 36
 FORK = multiprocessing.get_context("fork")
+# In the sandbox: runs a command, and takes connections to where the gateway seems to be to the socket that leads there.
+INSIDE = """import os, resource, socket, sys, threading
+port, processes, *command = sys.argv[1:]
+def pump(source, sink):
+    try:
+        while data := source.recv(65536):
+            sink.sendall(data)
+        sink.shutdown(socket.SHUT_WR)
+    except OSError:
+        for end in (source, sink):
+            end.close()
+def relay(listener):
+    while True:
+        client, gateway = listener.accept()[0], socket.socket(socket.AF_UNIX)
+        gateway.connect("/run/gateway")
+        for ends in ((client, gateway), (gateway, client)):
+            threading.Thread(target=pump, args=ends, daemon=True).start()
+listener = socket.create_server(("127.0.0.1", int(port)), backlog=1024)
+if pid := os.fork():
+    threading.Thread(target=relay, args=(listener,), daemon=True).start()
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    os._exit(status if status >= 0 else 128 - status)
+resource.setrlimit(resource.RLIMIT_NPROC, (int(processes),) * 2)
+try:
+    os.execvp(command[0], command)
+except OSError as error:
+    sys.exit(f"the harness {command} is neither a command that can be run in the sandbox nor a function: {error}")"""
 
 
 def base_env() -> dict[str, str]:
@@ -99,23 +137,23 @@ def fork_server(listening: str, *modules: str) -> None:
 def keep(listener: socket.socket, link: socket.socket) -> None:
     """A keeper's life. A job comes by `link`; its process runs until it ends or `link` closes; all it left is killed.
 
-    Back goes how it ended: {"status": as in subprocess, None if killed, "output": its end, "problem": if one of ours}.
+    Back goes how it ended: {"status": as in subprocess, None if killed, "output": its end, "excess": what it used too
+    much of, "problem": if one of ours}.
     """
     listener.close()
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     job = json.loads(link.makefile("rb").readline())
-    workdir, ended = Path(job["workdir"]), {"status": None, "output": "", "problem": ""}
+    ended = {"status": None, "output": "", "excess": "", "problem": ""}
     try:
-        if job["role"] == "harness":
-            shutil.rmtree(workdir.parent, ignore_errors=True)
-            for part in ("result", "tmp"):
-                (workdir / part).mkdir(parents=True)
-            (workdir / "task.json").write_text(json.dumps(job["task"]))
-        with (workdir.parent / f"{job['role']}.txt").open("w+b") as output:
+        make_room(job, Path(job["workdir"]))
+        path = Path(job["workdir"]).with_name(f"{job['role']}.txt")
+        path.unlink(missing_ok=True)  # a link, perhaps
+        with path.open("a+b") as output:
             process = FORK.Process(target=perform, args=(job, output.fileno(), link))
             process.start()
             pidfd = os.pidfd_open(process.pid)
-            if pidfd in select.select([pidfd, link], [], [])[0]:
+            ready, ended["excess"] = watch(job, pidfd, link, output.fileno())
+            if pidfd in ready:
                 process.join()
                 ended["status"] = process.exitcode
             end_children()
@@ -127,9 +165,63 @@ def keep(listener: socket.socket, link: socket.socket) -> None:
         link.sendall(json.dumps(ended).encode() + b"\n")
 
 
+def make_room(job: dict, workdir: Path) -> None:
+    """A fresh directory for a phase; the verifier's has the harness's result, without links and what else is no file."""
+    if job["role"] == "harness":
+        shutil.rmtree(workdir.parent, ignore_errors=True)
+        workdir.mkdir(parents=True)
+        (workdir / "task.json").write_text(json.dumps(job["task"]))
+    else:
+        workdir.mkdir()
+        result = workdir.parent / "work" / "result"
+        subprocess.run(["find", result, "!", "-type", "f", "!", "-type", "d", "-delete"], stderr=subprocess.DEVNULL)
+        if result.is_dir():
+            result.rename(workdir / "result")
+    for part in ("result", "tmp"):
+        (workdir / part).mkdir(exist_ok=True)
+
+
+def watch(job: dict, pidfd: int, link: socket.socket, output: int) -> tuple[list, str]:
+    """Waits until the process ends, `link` closes or a limit is passed. -> (which of the two, what was too much)"""
+    disk_at, limits = 0.0, job["limits"]
+    while not (ready := select.select([pidfd, link], [], [], LOOK_SECONDS)[0]):
+        if os.fstat(output).st_size > OUTPUT_BYTES:
+            os.truncate(output, 0)
+        start = time.monotonic()
+        for what, amount in usage(Path(job["workdir"]).parent if start > disk_at else None).items():
+            if amount > limits[what]:
+                return [], f"used more than {limits[what]:g} {what}"
+        if start > disk_at:  # a large tree is looked at less often
+            disk_at = time.monotonic() + max(DISK_SECONDS, 50 * (time.monotonic() - start))
+    return ready, ""
+
+
+def usage(directory: Path | None) -> dict[str, float]:
+    """What all processes below this one use together; with a `directory`, also what is in it, and files without a name
+    that they hold open."""
+    pids, pages, nameless = children("self", os.getpid()), 0, {}
+    for pid in pids:  # which grows meanwhile
+        with contextlib.suppress(OSError):  # it has ended
+            pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                pids += children(pid, thread)
+            for file in map(os.stat, Path(f"/proc/{pid}/fd").iterdir()) if directory else ():
+                if not file.st_nlink:
+                    nameless[file.st_dev, file.st_ino] = 512 * file.st_blocks
+    used = {"GB of memory": pages * resource.getpagesize() / 2**30, "processes": len(pids)}
+    if directory:
+        du = subprocess.run(["du", "-skx", directory], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL).stdout
+        used["GB of disk"] = int(du.split()[0]) / 2**20 + sum(nameless.values()) / 2**30
+    return used
+
+
+def children(pid: int | str, thread: int | str) -> list[str]:
+    return Path(f"/proc/{pid}/task/{thread}/children").read_text().split()
+
+
 def end_children() -> None:
     """Kills our children until there are none: when one dies, its own come to us."""
-    while pids := Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+    while pids := children("self", os.getpid()):
         for pid in map(int, pids):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
@@ -140,6 +232,11 @@ def perform(job: dict, output: int, link: socket.socket) -> None:
     link.close()
     os.setsid()
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    Path("/proc/self/oom_score_adj").write_text("1000")  # where memory ends all the same, we go, not the trainer
+    for kind, most in ((resource.RLIMIT_CPU, job["limits"]["CPU seconds"]), (resource.RLIMIT_CORE, 0),
+                       (resource.RLIMIT_FSIZE, int(job["limits"]["GB of disk"] * 2**30))):
+        hard = resource.getrlimit(kind)[1]
+        resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard),) * 2)
     os.chdir(workdir := job["workdir"])
     os.environ |= {"HOME": workdir, "TMPDIR": f"{workdir}/tmp", "HARNESSED_TASK": f"{workdir}/task.json"} | job["env"]
     stdin = os.memfd_create("stdin")
@@ -150,7 +247,7 @@ def perform(job: dict, output: int, link: socket.socket) -> None:
     try:
         if target and isinstance(target, list):
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and a command would inherit that
-            os.execvp(target[0], target)
+            os.execvp((job["sandbox"] + target)[0], job["sandbox"] + target)
         module, name = target.split(":")
         function = getattr(importlib.import_module(module), name)
     except Exception as error:
@@ -197,18 +294,59 @@ class Controller:
     name: str = "local"  # A restarted controller knows by it what it had claimed. Two in one RUN_DIR need two.
     model_name: str = "policy"  # MODEL_NAME of the rollouts.
     preload: str = ""  # Modules to import once, before the forks, comma-separated; others cost time in each rollout.
-    die_with_parent: bool = False  # Stop when the process that started this one ends.
+    isolation: Literal["auto", "none", "bubblewrap"] = "auto"  # Of harness commands, and of what models write.
+    visible: str = ""  # Directories that sandboxed commands may read beside programs and libraries, comma-separated.
+    max_memory: float = 8.0  # GB of memory that the processes of a rollout use at once, all together.
+    max_processes: int = 512  # Processes of a rollout at once.
+    max_disk: float = 8.0  # GB that a rollout has on the disk, all files together.
+    max_cpu_seconds: int = 3600  # CPU seconds of each process.
 
     def __post_init__(self) -> None:
-        if self.max_running < 1:
-            sys.exit(f"--max-running is {self.max_running}: must be at least 1")
-        if self.die_with_parent:
-            prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        for name in ("max_running", "max_memory", "max_processes", "max_disk", "max_cpu_seconds"):
+            if getattr(self, name) <= 0:
+                sys.exit(f"--{name.replace('_', '-')} is {getattr(self, name)}: must be greater than 0")
         self.url, self.rollouts = self.gateway_url.rstrip("/"), self.run_dir.resolve() / "rollouts"
         self.rollouts.mkdir(parents=True, exist_ok=True)
-        self.key = config.make_key(config.read_secret(self.secret_file or self.run_dir / "secret"), "admin")
+        self.secret_file = (self.secret_file or self.run_dir / "secret").resolve()
+        self.key = config.make_key(config.read_secret(self.secret_file), "admin")
+        self.limits = {"GB of memory": self.max_memory, "processes": self.max_processes, "GB of disk": self.max_disk,
+                       "CPU seconds": self.max_cpu_seconds}
+        self.entrance = self.rollouts.parent / f"{self.name}.socket"  # of sandboxes, to the gateway
+        self.sandboxed, self.isolation_said = self.probe_isolation()
         self.held = 0.0  # seconds for which the gateway has held model calls, in all, as far as we know
         self.attempts: dict[asyncio.Task, dict] = {}  # a task for each, and what was claimed
+
+    def sandbox(self, workdir: Path) -> list[str]:
+        """A command's beginning: bubblewrap, with users, processes, network and files of its own. Of ours it sees
+        programs and libraries, without the run's files; all it can write is `workdir`, and memory of a limited size."""
+        scratch = ["--size", str(SCRATCH_BYTES), "--tmpfs"]
+        visible = [f"/{path}" for path in VISIBLE.split()] + [sys.prefix, sys.base_prefix, *self.visible.split(",")]
+        return [
+            "bwrap", "--unshare-all", "--disable-userns", "--uid", "65534", "--gid", "65534", "--die-with-parent",
+            "--proc", "/proc", "--dev", "/dev", *scratch, "/dev/shm", "--remount-ro", "/dev", *scratch, "/tmp",
+            *(part for path in filter(None, visible) for part in ("--ro-bind-try", path, path)),
+            "--tmpfs", str(run_dir := self.rollouts.parent), "--ro-bind", "/dev/null", str(self.secret_file),
+            "--ro-bind-try", str(self.entrance), "/run/gateway", "--bind", str(workdir), str(workdir),
+            "--remount-ro", str(run_dir), "--remount-ro", "/"]
+
+    def inside(self, workdir: Path) -> list[str]:
+        """A harness command's beginning: the sandbox, and in it what leads to the gateway."""
+        port = str(urlsplit(self.url).port or 80)
+        return [*self.sandbox(workdir), sys.executable, "-ISc", INSIDE, port, str(self.max_processes)]
+
+    def probe_isolation(self) -> tuple[bool, str]:
+        """Whether there are sandboxes, and what that means in words."""
+        problem = "--isolation none"
+        if self.isolation != "none":
+            try:
+                command = [*self.inside(self.rollouts), "true"]
+                subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+                return True, "commands in bubblewrap, functions as plain processes (trusted)"
+            except (OSError, subprocess.SubprocessError) as error:
+                problem = (getattr(error, "stderr", "") or str(error)).strip()
+        if self.isolation == "bubblewrap":
+            sys.exit(f"--isolation is bubblewrap, which does not work here: {problem}")
+        return False, f"plain processes, NO SANDBOX ({problem})"
 
     def start_fork_server(self) -> None:
         """In an environment of its own, since that is what a fork's /proc/self/environ shows."""
@@ -236,7 +374,8 @@ class Controller:
         headers, limit = {"Authorization": f"Bearer {self.key}"}, aiohttp.ClientTimeout(60)
         async with aiohttp.ClientSession(headers=headers, timeout=limit) as self.http:
             await self.adopt("the controller was restarted")
-            say(f"up to {self.max_running} rollouts at once in {self.rollouts}: plain processes, no sandbox")
+            await self.open_entrance()
+            say(f"up to {self.max_running} rollouts at once in {self.rollouts}: {self.isolation_said}")
             while not self.stop.done() and self.server.poll() is None:
                 await self.claim(self.max_running - len(self.attempts))
             self.stop.cancel()
@@ -244,6 +383,28 @@ class Controller:
                 await asyncio.wait(self.attempts)
         if self.server.poll() is not None:
             sys.exit(f"the controller's fork server ended with status {self.server.returncode}; see above")
+
+    async def open_entrance(self) -> None:
+        """A socket, bound into the sandboxes, whose connections we pass on to the gateway."""
+        self.entrance.unlink(missing_ok=True)
+        listener, directory = socket.socket(socket.AF_UNIX), os.open(self.entrance.parent, os.O_PATH)
+        listener.bind(f"/proc/self/fd/{directory}/{self.entrance.name}")  # a path of any length
+        os.close(directory)
+        await asyncio.start_unix_server(self.pass_on, sock=listener)
+
+    async def pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        url = urlsplit(self.url)
+
+        async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+            while data := await source.read(65536):
+                sink.write(data)
+                await sink.drain()
+            sink.write_eof()
+
+        with contextlib.closing(writer), contextlib.suppress(OSError):
+            from_gateway, gateway = await asyncio.open_connection(url.hostname, url.port or 80)
+            with contextlib.closing(gateway):
+                await asyncio.gather(pump(reader, gateway), pump(from_gateway, writer))
 
     async def claim(self, room: int) -> None:
         """Starts up to `room` rollouts, waiting for one at the gateway; without room, waits for some."""
@@ -308,17 +469,21 @@ class Controller:
         """Harness, then verifier. -> (status, reason)"""
         task, path, seconds, key = claim["task"], f"/rollouts/{claim['id']}", claim["timeout"], claim["verifier_key"]
         agent, grader = task.get("agent") or {}, task.get("verifier") or {}
+        confined = self.sandboxed and isinstance(agent.get("harness"), list)
+        url = urlsplit(self.url)._replace(netloc=f"127.0.0.1:{urlsplit(self.url).port or 80}").geturl() if confined \
+            else self.url
         ended, status, reason = await self.phase({
             "role": "harness", "target": agent.get("harness"), "task": {"id": task["id"], **agent}, "stdin": "",
-            "workdir": str(workdir), "env": {
-                "OPENAI_BASE_URL": f"{self.url}/v1", "OPENAI_API_KEY": claim["agent_key"],
-                "ANTHROPIC_BASE_URL": self.url, "ANTHROPIC_API_KEY": claim["agent_key"],
+            "workdir": str(workdir), "sandbox": self.inside(workdir) if confined else [], "env": {
+                "OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": claim["agent_key"],
+                "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": claim["agent_key"],
                 "MODEL_NAME": self.model_name}}, seconds)
         await self.call(f"{path}/agent_done", {"attempt": claim["attempt"], "exit_status": ended["status"],
                                                "reason": reason, "output": ended["output"]})
         if status == "succeeded":  # only a command has the key on stdin: what a function runs would inherit it
             _, status, reason = await self.phase({
-                "role": "verifier", "target": grader.get("verify"), "task": task, "workdir": str(workdir),
+                "role": "verifier", "target": grader.get("verify"), "task": task, "sandbox": [],
+                "workdir": str(workdir.with_name("verify")),
                 "stdin": f"{key}\n{json.dumps(task)}\n" if isinstance(grader.get("verify"), list) else "",
                 "env": {"HARNESSED_GATEWAY": self.url, "HARNESSED_ROLLOUT": claim["id"]},
                 "url": self.url + path, "key": key}, grader.get("timeout", seconds))
@@ -327,6 +492,9 @@ class Controller:
     async def phase(self, job: dict, seconds: float) -> tuple[dict, str, str]:
         """Has a keeper run the job, for `seconds` at most (held time apart). -> (how it ended, status, reason)"""
         role, (reader, writer) = job["role"], await asyncio.open_unix_connection(self.address)
+        job["limits"] = self.limits
+        if self.sandboxed and not job["sandbox"]:
+            job["env"]["HARNESSED_SANDBOX"] = json.dumps(self.sandbox(Path(job["workdir"])))
         with contextlib.closing(writer):
             writer.write(json.dumps(job).encode() + b"\n")
             end, left, held = asyncio.create_task(reader.readline()), seconds, self.held
@@ -345,6 +513,7 @@ class Controller:
         if status == 0:
             return ended, "succeeded", ""
         how = f"timed out after {seconds:g} s" if status is None else f"exited {status}: {last}"
+        how = ended["excess"] or how
         return ended, "failed", f"{role} {how}"
 
 

@@ -108,7 +108,7 @@ def verify_idle(task: dict, workdir: Path, turns: list[dict]) -> float:
 def verify_seen(task: dict, workdir: Path, turns: list[dict]) -> float:
     seen = (workdir / "result" / "seen").read_text()
     return float("swordfish" not in seen and "verifier-" not in seen and "admin-" not in seen and "agent-" in seen
-                 and json.loads(seen)["cwd"] == str(workdir))
+                 and json.loads(seen)["cwd"] == str(workdir.with_name("work")))
 
 
 def verify_nan(task: dict, workdir: Path, turns: list[dict]) -> float:
@@ -463,9 +463,14 @@ def test_a_preload_that_fails_or_hangs(bench: Bench, monkeypatch: pytest.MonkeyP
 
 
 def test_dies_with_its_parent(bench: Bench) -> None:
-    script = "import subprocess, sys, time; print(subprocess.Popen(sys.argv[1:]).pid, flush=True); time.sleep(600)"
+    script = """import sys, time
+from pathlib import Path
+from vllm_control import Children
+with Children(Path(sys.argv[1])) as children:
+    print(children.start("controller", sys.argv[2:]).process.pid, flush=True)
+    time.sleep(600)"""
     parent = subprocess.Popen([
-        sys.executable, "-c", script, sys.executable, str(ROOT / "controller.py"), "--die-with-parent", "--run-dir",
+        sys.executable, "-c", script, str(bench.run_dir / "children"), str(ROOT / "controller.py"), "--run-dir",
         str(bench.run_dir), "--gateway-url", f"http://127.0.0.1:{bench.gateway.server_port}"],
         stdout=subprocess.PIPE, text=True, env=environ())
     controller = int(parent.stdout.readline())
@@ -489,7 +494,7 @@ def test_a_full_disk_loses_the_attempt(bench: Bench) -> None:
 def test_wrong_settings(tmp_path: Path) -> None:
     run = subprocess.run([sys.executable, str(ROOT / "controller.py"), "--run-dir", str(tmp_path), "--gateway-url",
                           "http://127.0.0.1:9", "--max-running", "0"], capture_output=True, text=True, timeout=30)
-    assert run.returncode == 1 and run.stderr == "--max-running is 0: must be at least 1\n"
+    assert run.returncode == 1 and run.stderr == "--max-running is 0: must be greater than 0\n"
 
 
 # ------------------------------------------------------------------------------------------- with the real gateway
