@@ -62,7 +62,7 @@ prctl, PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = ctypes.CDLL(None).prctl, 1, 36
 FORK = multiprocessing.get_context("fork")
 # In the sandbox: runs a command, and takes connections to where the gateway seems to be to the socket that leads there.
 INSIDE = """import os, resource, socket, sys, threading
-port, processes, *command = sys.argv[1:]
+processes, *command = sys.argv[1:]
 def pump(source, sink):
     try:
         while data := source.recv(65536):
@@ -77,7 +77,7 @@ def relay(listener):
         gateway.connect("/run/gateway")
         for ends in ((client, gateway), (gateway, client)):
             threading.Thread(target=pump, args=ends, daemon=True).start()
-listener = socket.create_server(("127.0.0.1", int(port)), backlog=1024)
+listener = socket.create_server(("127.0.0.1", 4747), backlog=1024)
 if pid := os.fork():
     threading.Thread(target=relay, args=(listener,), daemon=True).start()
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -166,7 +166,7 @@ def keep(listener: socket.socket, link: socket.socket) -> None:
 
 
 def make_room(job: dict, workdir: Path) -> None:
-    """A fresh directory for a phase; the verifier's has the harness's result, without links and what else is no file."""
+    """A fresh directory for a phase; the verifier's has the harness's result, in which only files have remained."""
     if job["role"] == "harness":
         shutil.rmtree(workdir.parent, ignore_errors=True)
         workdir.mkdir(parents=True)
@@ -322,7 +322,8 @@ class Controller:
         scratch = ["--size", str(SCRATCH_BYTES), "--tmpfs"]
         visible = [f"/{path}" for path in VISIBLE.split()] + [sys.prefix, sys.base_prefix, *self.visible.split(",")]
         return [
-            "bwrap", "--unshare-all", "--disable-userns", "--uid", "65534", "--gid", "65534", "--die-with-parent",
+            "bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--uid", "65534", "--gid", "65534",
+            "--die-with-parent",
             "--proc", "/proc", "--dev", "/dev", *scratch, "/dev/shm", "--remount-ro", "/dev", *scratch, "/tmp",
             *(part for path in filter(None, visible) for part in ("--ro-bind-try", path, path)),
             "--tmpfs", str(run_dir := self.rollouts.parent), "--ro-bind", "/dev/null", str(self.secret_file),
@@ -331,8 +332,7 @@ class Controller:
 
     def inside(self, workdir: Path) -> list[str]:
         """A harness command's beginning: the sandbox, and in it what leads to the gateway."""
-        port = str(urlsplit(self.url).port or 80)
-        return [*self.sandbox(workdir), sys.executable, "-ISc", INSIDE, port, str(self.max_processes)]
+        return [*self.sandbox(workdir), sys.executable, "-ISc", INSIDE, str(self.max_processes)]
 
     def probe_isolation(self) -> tuple[bool, str]:
         """Whether there are sandboxes, and what that means in words."""
@@ -470,8 +470,7 @@ class Controller:
         task, path, seconds, key = claim["task"], f"/rollouts/{claim['id']}", claim["timeout"], claim["verifier_key"]
         agent, grader = task.get("agent") or {}, task.get("verifier") or {}
         confined = self.sandboxed and isinstance(agent.get("harness"), list)
-        url = urlsplit(self.url)._replace(netloc=f"127.0.0.1:{urlsplit(self.url).port or 80}").geturl() if confined \
-            else self.url
+        url = "http://127.0.0.1:4747" + urlsplit(self.url).path if confined else self.url  # see INSIDE
         ended, status, reason = await self.phase({
             "role": "harness", "target": agent.get("harness"), "task": {"id": task["id"], **agent}, "stdin": "",
             "workdir": str(workdir), "sandbox": self.inside(workdir) if confined else [], "env": {
