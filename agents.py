@@ -207,7 +207,8 @@ def clean_checkout(verifier: dict, patch: bytes, tree: Path) -> list[Path]:
     git(tree, "read-tree", base)
     originals = git(tree, "ls-files", "-z").split("\0")
     try:
-        git(tree, "apply", "--cached", "--allow-empty", "--whitespace=nowarn", "-", input=patch)
+        if patch:
+            git(tree, "apply", "--cached", "--whitespace=nowarn", "-", input=patch)
     except subprocess.CalledProcessError as error:
         said = error.stderr.decode(errors="replace").strip()
         raise Refused(f"{'path' if 'invalid path' in said or 'beyond a' in said else 'apply'}: {said}") from None

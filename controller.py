@@ -159,6 +159,7 @@ def keep(listener: socket.socket, link: socket.socket) -> None:
             end_children()
             output.seek(max(0, output.seek(0, os.SEEK_END) - TAIL_BYTES))
             ended["output"] = output.read().decode(errors="replace")
+            output.truncate(min(output.tell(), OUTPUT_BYTES))
     except OSError as error:
         ended["problem"] = f"{type(error).__name__}: {error}"
     with contextlib.suppress(OSError):  # there may be no controller any more
