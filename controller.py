@@ -11,8 +11,8 @@ during grading. RUN_DIR/rollouts/ID.ATTEMPT has work/ (where the harness ran), v
 result/ out of work/, without links), harness.txt and verifier.txt (the output); it is removed after a success.
 
 Functions are trusted code. Harness commands run in bubblewrap where the kernel allows: they see programs and their own
-directory, and reach the gateway through a socket that we relay. HARNESSED_SANDBOX (JSON) begins a command with which
-functions and verifiers run what a model wrote, without any network; a second --bind or --ro-bind may follow it.
+directory, and reach the gateway through a socket, by us. HARNESSED_SANDBOX (JSON) begins a command with which
+functions and verifiers run what a model wrote. A task's `visible` names directories that its sandboxes see, too.
 
 A harness gets base_env(), HOME and TMPDIR in its directory, MODEL_NAME, {OPENAI,ANTHROPIC}_{BASE_URL,API_KEY}, and
 HARNESSED_TASK: a file with its part of the task as JSON. A verifier command gets HARNESSED_GATEWAY, HARNESSED_ROLLOUT,
@@ -28,6 +28,7 @@ import ctypes
 import gc
 import hashlib
 import importlib
+import inspect
 import json
 import math
 import multiprocessing
@@ -37,6 +38,7 @@ import select
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -60,33 +62,34 @@ VISIBLE = "usr bin sbin lib lib32 lib64 etc/alternatives etc/ca-certificates etc
 TEMPORARY_FAILURE = 75  # EX_TEMPFAIL of sysexits.h
 prctl, PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = ctypes.CDLL(None).prctl, 1, 36
 FORK = multiprocessing.get_context("fork")
-# In the sandbox: runs a command, and takes connections to where the gateway seems to be to the socket that leads there.
-INSIDE = """import os, resource, socket, sys, threading
-processes, *command = sys.argv[1:]
-def pump(source, sink):
-    try:
-        while data := source.recv(65536):
-            sink.sendall(data)
-        sink.shutdown(socket.SHUT_WR)
-    except OSError:
-        for end in (source, sink):
-            end.close()
-def relay(listener):
-    while True:
-        client, gateway = listener.accept()[0], socket.socket(socket.AF_UNIX)
-        gateway.connect("/run/gateway")
-        for ends in ((client, gateway), (gateway, client)):
-            threading.Thread(target=pump, args=ends, daemon=True).start()
-listener = socket.create_server(("127.0.0.1", 4747), backlog=1024)
-if pid := os.fork():
-    threading.Thread(target=relay, args=(listener,), daemon=True).start()
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, connect: Callable) -> None:
+    """Connects a connection with another one, until both have ended."""
+    async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        while data := await source.read(65536):
+            sink.write(data)
+            await sink.drain()
+        sink.write_eof()
+
+    with contextlib.closing(writer), contextlib.suppress(OSError):
+        reader_there, writer_there = await connect()
+        with contextlib.closing(writer_there):
+            await asyncio.gather(pump(reader, writer_there), pump(reader_there, writer))
+
+
+# In the sandbox: runs a command, and passes what connects to INSIDE_URL on to the socket that leads to the gateway.
+INSIDE_URL = "http://127.0.0.1:4747"
+INSIDE = f"""from __future__ import annotations
+import asyncio, contextlib, os, resource, sys
+{inspect.getsource(pass_on)}
+async def main():
+    connect = lambda: asyncio.open_unix_connection("/run/gateway")
+    server = await asyncio.start_server(lambda *ends: pass_on(*ends, connect), "127.0.0.1", 4747)
+    limit = lambda: resource.setrlimit(resource.RLIMIT_NPROC, (int(sys.argv[1]),) * 2)
+    status = await (await asyncio.create_subprocess_exec(*sys.argv[2:], preexec_fn=limit)).wait()
     os._exit(status if status >= 0 else 128 - status)
-resource.setrlimit(resource.RLIMIT_NPROC, (int(processes),) * 2)
-try:
-    os.execvp(command[0], command)
-except OSError as error:
-    sys.exit(f"the harness {command} is neither a command that can be run in the sandbox nor a function: {error}")"""
+asyncio.run(main())"""
 
 
 def base_env() -> dict[str, str]:
@@ -128,6 +131,8 @@ def fork_server(listening: str, *modules: str) -> None:
     while True:
         link, _ = listener.accept()
         with link:
+            if struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1] != os.getuid():
+                continue  # another user of this machine: to an abstract socket, everybody may connect
             try:
                 FORK.Process(target=keep, args=(listener, link)).start()
             except OSError as error:  # the controller sees `link` closed
@@ -145,6 +150,9 @@ def keep(listener: socket.socket, link: socket.socket) -> None:
     job = json.loads(link.makefile("rb").readline())
     ended = {"status": None, "output": "", "excess": "", "problem": ""}
     try:
+        for kind, most in ((resource.RLIMIT_CPU, job["limits"]["CPU seconds"]), (resource.RLIMIT_CORE, 0),
+                           (resource.RLIMIT_FSIZE, int(job["limits"]["GB of disk"] * 2**30))):
+            resource.setrlimit(kind, (most, most))
         make_room(job, Path(job["workdir"]))
         path = Path(job["workdir"]).with_name(f"{job['role']}.txt")
         path.unlink(missing_ok=True)  # a link, perhaps
@@ -160,7 +168,7 @@ def keep(listener: socket.socket, link: socket.socket) -> None:
             output.seek(max(0, output.seek(0, os.SEEK_END) - TAIL_BYTES))
             ended["output"] = output.read().decode(errors="replace")
             output.truncate(min(output.tell(), OUTPUT_BYTES))
-    except OSError as error:
+    except (OSError, ValueError) as error:  # the second: a limit of ours is over the system's
         ended["problem"] = f"{type(error).__name__}: {error}"
     with contextlib.suppress(OSError):  # there may be no controller any more
         link.sendall(json.dumps(ended).encode() + b"\n")
@@ -212,7 +220,7 @@ def usage(directory: Path | None) -> dict[str, float]:
     used = {"GB of memory": pages * resource.getpagesize() / 2**30, "processes": len(pids)}
     if directory:
         du = subprocess.run(["du", "-skx", directory], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL).stdout
-        used["GB of disk"] = int(du.split()[0]) / 2**20 + sum(nameless.values()) / 2**30
+        used["GB of disk"] = int((du.split() or [0])[0]) / 2**20 + sum(nameless.values()) / 2**30
     return used
 
 
@@ -234,10 +242,6 @@ def perform(job: dict, output: int, link: socket.socket) -> None:
     os.setsid()
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     Path("/proc/self/oom_score_adj").write_text("1000")  # where memory ends all the same, we go, not the trainer
-    for kind, most in ((resource.RLIMIT_CPU, job["limits"]["CPU seconds"]), (resource.RLIMIT_CORE, 0),
-                       (resource.RLIMIT_FSIZE, int(job["limits"]["GB of disk"] * 2**30))):
-        hard = resource.getrlimit(kind)[1]
-        resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard),) * 2)
     os.chdir(workdir := job["workdir"])
     os.environ |= {"HOME": workdir, "TMPDIR": f"{workdir}/tmp", "HARNESSED_TASK": f"{workdir}/task.json"} | job["env"]
     stdin = os.memfd_create("stdin")
@@ -248,7 +252,7 @@ def perform(job: dict, output: int, link: socket.socket) -> None:
     try:
         if target and isinstance(target, list):
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and a command would inherit that
-            os.execvp((job["sandbox"] + target)[0], job["sandbox"] + target)
+            os.execvp(target[0], target)
         module, name = target.split(":")
         function = getattr(importlib.import_module(module), name)
     except Exception as error:
@@ -296,7 +300,6 @@ class Controller:
     model_name: str = "policy"  # MODEL_NAME of the rollouts.
     preload: str = ""  # Modules to import once, before the forks, comma-separated; others cost time in each rollout.
     isolation: Literal["auto", "none", "bubblewrap"] = "auto"  # Of harness commands, and of what models write.
-    visible: str = ""  # Directories that sandboxed commands may read beside programs and libraries, comma-separated.
     max_memory: float = 8.0  # GB of memory that the processes of a rollout use at once, all together.
     max_processes: int = 512  # Processes of a rollout at once.
     max_disk: float = 8.0  # GB that a rollout has on the disk, all files together.
@@ -313,41 +316,38 @@ class Controller:
         self.limits = {"GB of memory": self.max_memory, "processes": self.max_processes, "GB of disk": self.max_disk,
                        "CPU seconds": self.max_cpu_seconds}
         self.entrance = self.rollouts.parent / f"{self.name}.socket"  # of sandboxes, to the gateway
-        self.sandboxed, self.isolation_said = self.probe_isolation()
+        self.no_sandbox = self.probe_isolation()
         self.held = 0.0  # seconds for which the gateway has held model calls, in all, as far as we know
         self.attempts: dict[asyncio.Task, dict] = {}  # a task for each, and what was claimed
 
-    def sandbox(self, workdir: Path) -> list[str]:
-        """A command's beginning: bubblewrap, with users, processes, network and files of its own. Of ours it sees
-        programs and libraries, without the run's files; all it can write is `workdir`, and memory of a limited size."""
-        scratch = ["--size", str(SCRATCH_BYTES), "--tmpfs"]
-        visible = [f"/{path}" for path in VISIBLE.split()] + [sys.prefix, sys.base_prefix, *self.visible.split(",")]
+    def sandbox(self, workdir: Path, *visible: Path | str) -> list[str]:
+        """A command's beginning: bubblewrap, with users, processes, network and files of its own. It sees programs and
+        libraries, what is `visible`, nothing else of the run; it writes in `workdir` and, so much, in memory. Outside,
+        its user is ours, so that results are; if that is root, who may write /proc/sys by that alone, /proc must be
+        read-only."""
+        scratch, run_dir = ["--size", str(SCRATCH_BYTES), "--tmpfs"], str(self.rollouts.parent)
+        seen = [sys.prefix, sys.base_prefix, *visible, *(f"/{path}" for path in VISIBLE.split())]
         return [
             "bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--uid", "65534", "--gid", "65534",
-            "--die-with-parent",
-            "--proc", "/proc", "--dev", "/dev", *scratch, "/dev/shm", "--remount-ro", "/dev", *scratch, "/tmp",
-            *(part for path in filter(None, visible) for part in ("--ro-bind-try", path, path)),
-            "--tmpfs", str(run_dir := self.rollouts.parent), "--ro-bind", "/dev/null", str(self.secret_file),
-            "--ro-bind-try", str(self.entrance), "/run/gateway", "--bind", str(workdir), str(workdir),
-            "--remount-ro", str(run_dir), "--remount-ro", "/"]
+            "--die-with-parent", "--proc", "/proc", "--dev", "/dev", *scratch, "/dev/shm", *scratch, "/tmp",
+            *(part for path in seen for part in ("--ro-bind-try", str(path), str(path))), "--tmpfs", run_dir,
+            "--ro-bind", "/dev/null", str(self.secret_file), "--ro-bind-try", str(self.entrance), "/run/gateway",
+            "--bind", str(workdir), str(workdir),
+            *(part for path in ("/proc", run_dir, "/dev", "/") for part in ("--remount-ro", path))]
 
-    def inside(self, workdir: Path) -> list[str]:
+    def inside(self, workdir: Path, *visible: Path | str) -> list[str]:
         """A harness command's beginning: the sandbox, and in it what leads to the gateway."""
-        return [*self.sandbox(workdir), sys.executable, "-ISc", INSIDE, str(self.max_processes)]
+        return [*self.sandbox(workdir, *visible), sys.executable, "-ISc", INSIDE, str(self.max_processes)]
 
-    def probe_isolation(self) -> tuple[bool, str]:
-        """Whether there are sandboxes, and what that means in words."""
-        problem = "--isolation none"
-        if self.isolation != "none":
-            try:
-                command = [*self.inside(self.rollouts), "true"]
-                subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-                return True, "commands in bubblewrap, functions as plain processes (trusted)"
-            except (OSError, subprocess.SubprocessError) as error:
-                problem = (getattr(error, "stderr", "") or str(error)).strip()
-        if self.isolation == "bubblewrap":
+    def probe_isolation(self) -> str:
+        """Why there is no sandbox; nothing if there is."""
+        if self.isolation == "none":
+            return "--isolation none"
+        tried = subprocess.run(["env", *self.inside(self.rollouts), "true"], capture_output=True, text=True)
+        problem = tried.returncode and f"{tried.returncode}: {tried.stderr.strip()}"
+        if problem and self.isolation == "bubblewrap":
             sys.exit(f"--isolation is bubblewrap, which does not work here: {problem}")
-        return False, f"plain processes, NO SANDBOX ({problem})"
+        return problem or ""
 
     def start_fork_server(self) -> None:
         """In an environment of its own, since that is what a fork's /proc/self/environ shows."""
@@ -375,8 +375,12 @@ class Controller:
         headers, limit = {"Authorization": f"Bearer {self.key}"}, aiohttp.ClientTimeout(60)
         async with aiohttp.ClientSession(headers=headers, timeout=limit) as self.http:
             await self.adopt("the controller was restarted")
-            await self.open_entrance()
-            say(f"up to {self.max_running} rollouts at once in {self.rollouts}: {self.isolation_said}")
+            url = urlsplit(self.url)
+            connect = lambda: asyncio.open_connection(url.hostname, url.port or 80)  # noqa: E731
+            with contextlib.chdir(self.entrance.parent):  # its whole path may be too long for a socket
+                await asyncio.start_unix_server(lambda *ends: pass_on(*ends, connect), self.entrance.name)
+            how = f"NO SANDBOX ({self.no_sandbox})" if self.no_sandbox else "commands in bubblewrap, functions trusted"
+            say(f"up to {self.max_running} rollouts at once in {self.rollouts}: {how}")
             while not self.stop.done() and self.server.poll() is None:
                 await self.claim(self.max_running - len(self.attempts))
             self.stop.cancel()
@@ -384,28 +388,6 @@ class Controller:
                 await asyncio.wait(self.attempts)
         if self.server.poll() is not None:
             sys.exit(f"the controller's fork server ended with status {self.server.returncode}; see above")
-
-    async def open_entrance(self) -> None:
-        """A socket, bound into the sandboxes, whose connections we pass on to the gateway."""
-        self.entrance.unlink(missing_ok=True)
-        listener, directory = socket.socket(socket.AF_UNIX), os.open(self.entrance.parent, os.O_PATH)
-        listener.bind(f"/proc/self/fd/{directory}/{self.entrance.name}")  # a path of any length
-        os.close(directory)
-        await asyncio.start_unix_server(self.pass_on, sock=listener)
-
-    async def pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        url = urlsplit(self.url)
-
-        async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-            while data := await source.read(65536):
-                sink.write(data)
-                await sink.drain()
-            sink.write_eof()
-
-        with contextlib.closing(writer), contextlib.suppress(OSError):
-            from_gateway, gateway = await asyncio.open_connection(url.hostname, url.port or 80)
-            with contextlib.closing(gateway):
-                await asyncio.gather(pump(reader, gateway), pump(from_gateway, writer))
 
     async def claim(self, room: int) -> None:
         """Starts up to `room` rollouts, waiting for one at the gateway; without room, waits for some."""
@@ -470,11 +452,11 @@ class Controller:
         """Harness, then verifier. -> (status, reason)"""
         task, path, seconds, key = claim["task"], f"/rollouts/{claim['id']}", claim["timeout"], claim["verifier_key"]
         agent, grader = task.get("agent") or {}, task.get("verifier") or {}
-        confined = self.sandboxed and isinstance(agent.get("harness"), list)
-        url = "http://127.0.0.1:4747" + urlsplit(self.url).path if confined else self.url  # see INSIDE
+        confined, visible = isinstance(agent.get("harness"), list) and not self.no_sandbox, task.get("visible", [])
+        url = INSIDE_URL + urlsplit(self.url).path if confined else self.url
         ended, status, reason = await self.phase({
             "role": "harness", "target": agent.get("harness"), "task": {"id": task["id"], **agent}, "stdin": "",
-            "workdir": str(workdir), "sandbox": self.inside(workdir) if confined else [], "env": {
+            "workdir": str(workdir), "confined": confined, "visible": visible, "env": {
                 "OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": claim["agent_key"],
                 "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": claim["agent_key"],
                 "MODEL_NAME": self.model_name}}, seconds)
@@ -482,8 +464,8 @@ class Controller:
                                                "reason": reason, "output": ended["output"]})
         if status == "succeeded":  # only a command has the key on stdin: what a function runs would inherit it
             _, status, reason = await self.phase({
-                "role": "verifier", "target": grader.get("verify"), "task": task, "sandbox": [],
-                "workdir": str(workdir.with_name("verify")),
+                "role": "verifier", "target": grader.get("verify"), "task": task, "confined": False,
+                "workdir": str(workdir.with_name("verify")), "visible": visible,
                 "stdin": f"{key}\n{json.dumps(task)}\n" if isinstance(grader.get("verify"), list) else "",
                 "env": {"HARNESSED_GATEWAY": self.url, "HARNESSED_ROLLOUT": claim["id"]},
                 "url": self.url + path, "key": key}, grader.get("timeout", seconds))
@@ -492,9 +474,12 @@ class Controller:
     async def phase(self, job: dict, seconds: float) -> tuple[dict, str, str]:
         """Has a keeper run the job, for `seconds` at most (held time apart). -> (how it ended, status, reason)"""
         role, (reader, writer) = job["role"], await asyncio.open_unix_connection(self.address)
+        places = [job["workdir"], *job["visible"]]
+        if job["confined"] and job["target"]:
+            job["target"] = [*self.inside(*places), *job["target"]]
+        elif not self.no_sandbox:
+            job["env"]["HARNESSED_SANDBOX"] = json.dumps(self.sandbox(*places))
         job["limits"] = self.limits
-        if self.sandboxed and not job["sandbox"]:
-            job["env"]["HARNESSED_SANDBOX"] = json.dumps(self.sandbox(Path(job["workdir"])))
         with contextlib.closing(writer):
             writer.write(json.dumps(job).encode() + b"\n")
             end, left, held = asyncio.create_task(reader.readline()), seconds, self.held
@@ -513,8 +498,7 @@ class Controller:
         if status == 0:
             return ended, "succeeded", ""
         how = f"timed out after {seconds:g} s" if status is None else f"exited {status}: {last}"
-        how = ended["excess"] or how
-        return ended, "failed", f"{role} {how}"
+        return ended, "failed", f"{role} {ended['excess'] or how}"
 
 
 if __name__ == "__main__":

@@ -283,7 +283,7 @@ def test_success_posts_the_reward_and_cleans_up(shared: Bench) -> None:
     ("harness_exits", 3, "harness exited 3: three it is"),
     ("harness_segfaults", -11, "harness exited -11: (no output)"),
     (["sh", "-c", "echo out; echo err >&2; exit 9"], 9, "harness exited 9: err"),
-    (["no-such-program"], 1, "harness exited 1: the harness ['no-such-program'] is neither a command that can"),
+    (["no-such-program"], 1, "'no-such-program'"),
     ("no_such_module:run", 1, "ModuleNotFoundError: No module named 'no_such_module'"),
     ("test_controller:no_such_function", 1, "module 'test_controller' has no attribute 'no_such_function'"),
     (None, 1, "the harness None is neither a command that can be run nor a module:function that can be imported"),
