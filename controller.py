@@ -18,7 +18,8 @@ A harness gets base_env(), HOME and TMPDIR in its directory, MODEL_NAME, {OPENAI
 HARNESSED_TASK: a file with its part of the task as JSON. A verifier command gets HARNESSED_GATEWAY, HARNESSED_ROLLOUT,
 on stdin a line with its key and a line with the whole task, and posts the reward itself. A verifier that exits with 75
 was failed by the machinery: its attempt is lost, not failed. Statuses are as in `subprocess`: -9 is SIGKILL (from
-bubblewrap: 137). If the fork server dies, the controller stops; a killed keeper loses its attempt.
+bubblewrap: 137). If the fork server dies, the controller stops; a keeper that is killed loses its attempt, and what this
+has made in the background lives on.
 Run: python controller.py --help
 """
 

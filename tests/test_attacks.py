@@ -314,6 +314,9 @@ def ended() -> Iterator[None]:
     yield
     for bench in BENCHES.values():
         bench.stop()
+        if isinstance(bench, RealBench):
+            bench.process.terminate()
+            bench.process.wait(20)
     BENCHES.clear()
     assert not marked()
 
@@ -610,6 +613,28 @@ def test_output_that_is_a_link(tmp_path_factory: pytest.TempPathFactory) -> None
     write(bench.run_dir, {"precious": "precious"})
     bench.run(["sh", "-c", f"ln -s {bench.run_dir}/precious ../verifier.txt; printf 42 > result/answer"])
     assert (bench.run_dir / "precious").read_text() == "precious"
+
+
+def test_what_a_sandbox_sees(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Of our files nothing but what the task names; it writes where it works, and there only."""
+    need_bubblewrap(tmp_path_factory.mktemp("probe"))
+    bench, data = get_bench(Bench, "bubblewrap", tmp_path_factory), tmp_path_factory.mktemp("data")
+    write(data, {"named/file": "1", "unnamed/file": "2"})
+    code = f"""
+        import json, os
+        def writable(path):
+            try:
+                open(path, "w")
+                return True
+            except OSError:
+                return False
+        places = ["{data}/named/file", "{data}/unnamed/file", "{ROOT}/agents.py", "/etc/shadow", "/etc/passwd"]
+        print(json.dumps([[os.path.exists(path) for path in places], [writable(path + "/x") for path in (
+            "{data}/named", "{bench.run_dir}", "..", "/", "/dev", "/etc", "/usr", "/tmp", "result")]]))"""
+    with bench.gateway.lock:
+        rollout = bench.add(script(code), "test_attacks:verify_zero")
+        bench.gateway.queued[-1]["task"]["visible"] = [f"{data}/named"]
+    assert last_word(bench.record(rollout)) == [[True, False, False, False, True], [False] * 7 + [True, True]]
 
 
 # ---------------------------------------------------------------------------------------------- from end to end
