@@ -18,8 +18,8 @@ A harness gets base_env(), HOME and TMPDIR in its directory, MODEL_NAME, {OPENAI
 HARNESSED_TASK: a file with its part of the task as JSON. A verifier command gets HARNESSED_GATEWAY, HARNESSED_ROLLOUT,
 on stdin a line with its key and a line with the whole task, and posts the reward itself. A verifier that exits with 75
 was failed by the machinery: its attempt is lost, not failed. Statuses are as in `subprocess`: -9 is SIGKILL (from
-bubblewrap: 137). If the fork server dies, the controller stops; a keeper that is killed loses its attempt, and what this
-has made in the background lives on.
+bubblewrap: 137). If the fork server dies, the controller stops; a keeper that is killed loses its attempt, and what
+this has made in the background lives on.
 Run: python controller.py --help
 """
 
@@ -193,7 +193,7 @@ def make_room(job: dict, workdir: Path) -> None:
 
 def watch(job: dict, pidfd: int, link: socket.socket, output: int) -> tuple[list, str]:
     """Waits until the process ends, `link` closes or a limit is passed. -> (which of the two, what was too much)"""
-    disk_at, limits = 0.0, job["limits"]
+    disk_at, limits = time.monotonic() + DISK_SECONDS, job["limits"]
     while not (ready := select.select([pidfd, link], [], [], LOOK_SECONDS)[0]):
         if os.fstat(output).st_size > OUTPUT_BYTES:
             os.truncate(output, 0)

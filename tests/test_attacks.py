@@ -572,7 +572,7 @@ EXHAUST = {
         import os, time
         for i in range(5):
             open(f"x{i}", "wb").write(b"x" * (20 << 20))
-        time.sleep(6)"""),
+        time.sleep(9)"""),
     "files without a name": ("used more than 0.05 GB of disk", """
         import os, time
         files = [open(f"x{i}", "wb") for i in range(5)]
@@ -580,13 +580,13 @@ EXHAUST = {
             os.unlink(f"x{i}")
             file.write(b"x" * (20 << 20))
             file.flush()
-        time.sleep(6)"""),
+        time.sleep(9)"""),
     "files in memory": ("used more than 0.05 GB of disk", """
         import os, time
         files = [os.memfd_create("x") for i in range(5)]
         for file in files:
             os.write(file, b"x" * (20 << 20))
-        time.sleep(6)"""),
+        time.sleep(9)"""),
     "CPU": ("exited", """
         import time
         while time.process_time() < 3:
