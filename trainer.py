@@ -880,8 +880,7 @@ class Run:
             modules = ",".join(sorted({part.partition(":")[0] for part in parts}))
             children.start("controller", [
                 str(HERE / "controller.py"), "--gateway-url", gateway_url, "--secret-file", str(self.secret_file),
-                "--run-dir", str(c.run_dir.absolute()), "--max-running", str(c.max_running), "--preload", modules,
-                "--die-with-parent"])
+                "--run-dir", str(c.run_dir.absolute()), "--max-running", str(c.max_running), "--preload", modules])
 
     def post_group(self, group: str, task: dict, kind: str, rollouts: int, temperature: float) -> list[str]:
         c = self.config
