@@ -17,6 +17,9 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, Field, ValidationError
 
 import agents
 import small_tasks
@@ -56,29 +59,30 @@ class SearchConfig(Config):
         super().validate()
 
 
-def read_jsonl(path: str, fields: dict[str, type]) -> list[dict]:
-    """Records of a JSON Lines file; ValueError with file and line for one that lacks a field or has a wrong type."""
+Text = Annotated[str, Field(min_length=1)]
+
+
+class Question(BaseModel):
+    question: Text
+    answers: list[Text] = Field(min_length=1)
+
+
+class Document(BaseModel):
+    title: Text
+    text: Text
+
+
+def read_jsonl(path: str, kind: type[BaseModel]) -> list[dict]:
+    """Records of a JSON Lines file; ValueError with file and line for one that is not of this kind."""
     records = []
-    try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
         try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: not JSON: {error}") from None
-        for name, kind in fields.items():
-            value = record.get(name) if isinstance(record, dict) else None
-            whole = isinstance(value, kind) and value and all(isinstance(v, str) and v for v in value)
-            if not whole:
-                want = "a list of strings" if kind is list else "a string"
-                raise ValueError(f"{path}, line {number}: {name!r} must be {want} (not empty), got {str(value)[:80]!r}")
-        records.append(record)
+            records += [kind.model_validate_json(line).model_dump()] if line.strip() else []
+        except ValidationError as error:
+            place, problem = error.errors()[0]["loc"], error.errors()[0]["msg"]
+            raise ValueError(f"{path}, line {number}: {'.'.join(map(str, place))} {problem}") from None
     if not records:
-        raise ValueError(f"{path}: there is nothing in it; each line is one of {list(fields)}")
+        raise ValueError(f"{path}: there is nothing in it; each line is one of {list(kind.model_fields)}")
     return records
 
 
@@ -100,9 +104,8 @@ def load_data(config: SearchConfig) -> tuple[list[dict], list[dict], list[dict],
     random.Random(0).shuffle(places)  # one split for all seeds
     held_out, training = places[:HELD_OUT], places[HELD_OUT:]
     if config.train_file:
-        question = {"question": str, "answers": list}
-        return (read_jsonl(config.train_file, question), read_jsonl(config.eval_file, question),
-                read_jsonl(config.corpus, {"title": str, "text": str}), training)
+        return (read_jsonl(config.train_file, Question), read_jsonl(config.eval_file, Question),
+                read_jsonl(config.corpus, Document), training)
     train, evaluation = ([q for place in part for q in small_tasks.questions(place)] for part in (training, held_out))
     return train, evaluation, [d for place in places for d in small_tasks.documents(place)], training
 
