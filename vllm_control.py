@@ -70,7 +70,6 @@ def free_port(kept: Path | None = None) -> int:
 @dataclass
 class Child:
     name: str
-    argv: list[str]
     process: subprocess.Popen
     log: Path
 
@@ -121,7 +120,7 @@ class Children:
             process = subprocess.Popen([*tied, *argv], stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                                        start_new_session=True,
                                        env={**inherited, "PYTHONPATH": path, **(env or {})})
-        child = self.children[name] = Child(name, argv, process, log)
+        child = self.children[name] = Child(name, process, log)
         return child
 
     def ended(self, name: str) -> bool:
@@ -202,23 +201,18 @@ def load_tokenizer(config: Config) -> Any:
     return tokenizer
 
 
-def parsers(model: str, template: str) -> list[str]:
-    """The flags for vLLM's parsers of tool calls and reasoning that fit what the model's template tells it to write."""
-    from transformers import AutoConfig
+# vLLM's parser of the tool calls that a template tells the model to write, by what such templates hold; the first wins.
+TOOL_PARSERS = {"<function=": "qwen3_coder", "<arg_key>": "glm45", "<tool_call>": "hermes", "[TOOL_CALLS]": "mistral",
+                "Environment: ipython": "llama3_json"}
 
-    kind = AutoConfig.from_pretrained(model).model_type
-    families = {"llama": "llama3_json", "llama4": "llama4_pythonic", "mistral": "mistral", "gpt_oss": "openai",
-                "glm4_moe": "glm45", "kimi_k2": "kimi_k2", "deepseek_v3": "deepseek_v3"}
-    by_text = {"<function=": "qwen3_coder", "<tool_call>": "hermes"}  # XML, and JSON, in <tool_call>
-    tools = [parser for text, parser in by_text.items() if text in template and kind not in ("glm4_moe", "kimi_k2")]
-    tool_parser = (tools or [families.get(kind, "hermes")])[0]
-    reasoning = {"gpt_oss": "openai_gptoss", "glm4_moe": "glm45", "kimi_k2": "kimi_k2"}.get(kind, "")
+
+def parsers(template: str) -> list[str]:
+    """The flags for vLLM's parsers of tool calls and reasoning; for formats that are not known here, --vllm-args."""
+    tool_parser = next((parser for text, parser in TOOL_PARSERS.items() if text in template), "hermes")
     # A reasoning parser takes whatever has no </think> for reasoning: only where the template opens, or switches off,
     # the thinking of the reply; merely rendering that of earlier ones is not enough.
-    if not reasoning and "<think>" in template.rpartition("add_generation_prompt")[2]:
-        reasoning = "qwen3" if "qwen" in kind else "deepseek_r1"
-    return ["--enable-auto-tool-choice", "--tool-call-parser", tool_parser,
-            *(["--reasoning-parser", reasoning] if reasoning else [])]
+    thinks = "<think>" in template.rpartition("add_generation_prompt")[2]
+    return ["--enable-auto-tool-choice", "--tool-call-parser", tool_parser, *["--reasoning-parser", "qwen3"] * thinks]
 
 
 def chat_template(config: Config) -> list[str]:
@@ -232,7 +226,7 @@ def vllm_command(config: Config, device: str) -> tuple[list[str], dict[str, str]
     model = config.model
     argv = ["--model", model, "--served-model-name", Path(model).name, "--max-model-len",
             str(config.max_context_tokens), "--max-num-seqs", str(config.max_running), "--seed", str(config.seed),
-            *parsers(model, load_tokenizer(config).chat_template), *chat_template(config)]
+            *parsers(load_tokenizer(config).chat_template), *chat_template(config)]
     shape, env = AutoConfig.from_pretrained(model), {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     if shape.get_text_config() is not shape:
         argv.append("--language-model-only")  # a vision tower would lose its weights in the first sleep
@@ -295,9 +289,6 @@ class Engine:
         if reply.status_code >= 400:
             raise RuntimeError(f"engine {self.url}{path} answered {reply.status_code}: {reply.text[:500]}")
         return reply.json() if reply.content[:1] in (b"{", b"[") else {}
-
-    def ready(self) -> bool:
-        return healthy(self.url, self.headers)
 
     def look(self) -> None:
         """Whether it lives: it has failed where it refuses, and where it has been silent for long."""
@@ -386,9 +377,8 @@ class Engines:
                                               str(self.key_file), "--die-with-parent"], env | own, python)
 
     def wait_ready(self) -> None:
-        waiting = lambda: [engine for engine in self.engines if not engine.ready()]  # noqa: E731
-        urls = ", ".join(self.urls)
-        self.children.wait_until(lambda: not waiting(), f"the engines at {urls} (not all)", START_SECONDS)
+        ready = lambda: all(healthy(engine.url, engine.headers) for engine in self.engines)  # noqa: E731
+        self.children.wait_until(ready, f"the engines at {', '.join(self.urls)} (not all)", START_SECONDS)
 
     def died(self) -> bool:
         """Whether one that can be revived has ended, or does not answer."""
@@ -401,8 +391,7 @@ class Engines:
 
     def look(self) -> None:
         """Asks each that can be revived whether it lives."""
-        with ThreadPoolExecutor(len(self.engines)) as pool:
-            list(pool.map(Engine.look, [engine for engine in self.engines if engine.revivable]))
+        self.everywhere(lambda engine: engine.revivable and engine.look())
 
     def revive(self, dead: list[str]) -> None:
         """Starts those of this machine among the dead (URLs) again. They have the model's original weights, and get no
@@ -516,14 +505,11 @@ def send_over_ipc(engines: Engines | None, weights: Weights) -> int:
     import torch.distributed as dist
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
 
-    class Source:
-        def __iter__(self) -> Any:
-            return ((name, whole(tensor)) for name, tensor in weights())
-
     sizes = [tensor.numel() * tensor.element_size() for _, tensor in weights()]
     info = IPCTrainerInitInfo(rank=dist.get_rank() if dist.is_initialized() else 0, packed=True,
                               packed_buffer_size_bytes=max(BUCKET, *sizes))  # no tensor may be larger
-    IPCTrainerWeightTransferEngine.trainer_init(info, client=engines, source=Source()).send_weights()
+    source = ((name, whole(tensor)) for name, tensor in weights())  # once through it
+    IPCTrainerWeightTransferEngine.trainer_init(info, client=engines, source=source).send_weights()
     return sum(sizes)
 
 

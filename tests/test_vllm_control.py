@@ -244,14 +244,13 @@ def test_a_run_with_vllm_and_two_ranks_learns_what_one_with_the_embedded_engine_
 # ---- one thing at a time
 
 
-def test_parsers_fit_what_the_template_tells_the_model_to_write(tmp_path: Path) -> None:
+def test_parsers_fit_what_the_template_tells_the_model_to_write() -> None:
     think = CHAT_TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
     assert think != CHAT_TEMPLATE
     for template, flags in [(CHAT_TEMPLATE, ["hermes"]), (think, ["hermes", "--reasoning-parser", "qwen3"]),
                             (think.replace('{"name": "', "<function="), ["qwen3_coder", "--reasoning-parser", "qwen3"]),
                             ("<think>" + CHAT_TEMPLATE, ["hermes"])]:  # thinking of earlier turns only
-        model = make_tiny_model(tmp_path / "model", template=template)
-        assert vllm_control.parsers(str(model), template) == ["--enable-auto-tool-choice", "--tool-call-parser", *flags]
+        assert vllm_control.parsers(template) == ["--enable-auto-tool-choice", "--tool-call-parser", *flags]
 
 
 def test_what_vllm_is_started_with(tmp_path: Path) -> None:
