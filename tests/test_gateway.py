@@ -927,7 +927,7 @@ def test_differences_restore_every_sequence(sequences: list[list[int]], most: in
         known = [sequence for sequence, _ in attempt.branches.values()]
         slow = max((len(os.path.commonprefix([sequence, pack(ids)])) // 4 for sequence in known), default=0)
         shared, goes_on, parent = attempt.parent(pack(ids))
-        attempt.add(index, pack(ids), (shared, goes_on, parent), None, b"", b"")
+        attempt.add(index, pack(ids), (shared, goes_on, parent), None, b"")
         assert shared == slow and len(attempt.branches) <= most and attempt.branches[index][0] == pack(ids)
         assert goes_on == (not known or any(pack(ids[:shared]) == sequence for sequence in known))
         ends = attempt.branches[index][1]
