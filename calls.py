@@ -10,6 +10,7 @@ Between the gateway, which does all input and output, and the pure rules of traj
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import re
 import time
@@ -212,7 +213,6 @@ class Call:
     addresses: list[bytes] = field(default_factory=list)  # of the conversation after each message
     opening: bytes = b""  # of its first message
     prompt: bytes = b""  # its ids, each an int32
-    prompt_json: bytes = b""
     fork: str | None = None
     ids: list[int] = field(default_factory=list)
     logprobs: list[float | None] = field(default_factory=list)
@@ -229,11 +229,10 @@ class Call:
     readers: set[asyncio.Event] = field(default_factory=set)
     task: "asyncio.Task[JSON]" = field(init=False)
 
-    @property
+    @functools.cached_property
     def prompt_ids(self) -> orjson.Fragment:
         """For the engine, which is sent it twice."""
-        self.prompt_json = self.prompt_json or orjson.dumps(unpacked(self.prompt))
-        return orjson.Fragment(self.prompt_json)
+        return orjson.Fragment(orjson.dumps(unpacked(self.prompt)))
 
     @property
     def dialect(self) -> Dialect:

@@ -50,7 +50,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
-from tokenizers import Tokenizer
 
 from calls import Attempt, Call, Text, Vocabulary, address, blake2b, unpacked
 from config import make_key, read_secret
@@ -324,13 +323,13 @@ class Gateway:
         scope, rollout, attempt = self.authenticate(request)
         if scope not in scopes.split():
             raise ApiError(403, f"a key of scope {scope!r} may not call this route", "wrong_scope")
-        row = None
-        if scope != "admin":
-            row = self.rollout(rollout)
-            if not runs(row, attempt) or (scope == "agent" and row["agent_over"]):
-                raise ApiError(401, f"expired key: attempt {attempt} of {rollout} is over", "key_expired")
-            if request.path_params.get("id", rollout) != rollout:
-                raise ApiError(403, "this key belongs to another rollout", "wrong_rollout")
+        if scope == "admin":
+            return None
+        row = self.rollout(rollout)
+        if not runs(row, attempt) or (scope == "agent" and row["agent_over"]):
+            raise ApiError(401, f"expired key: attempt {attempt} of {rollout} is over", "key_expired")
+        if request.path_params.get("id", rollout) != rollout:
+            raise ApiError(403, "this key belongs to another rollout", "wrong_rollout")
         return row
 
     async def poll(self, request: Request, wait: float, found: Callable[[], list[Any]]) -> list[Any]:
@@ -712,14 +711,13 @@ class Gateway:
         if (prompt := call.ask.prompt) is None:
             return await self.engine.ask("/v1/chat/completions/render", call.chat, engine=call.attempt.engine)
         if isinstance(prompt, str):  # of megabytes it takes seconds
-            prompt = (await asyncio.to_thread(self.tokenizer.encode_batch_fast, [prompt]))[0].ids
+            prompt = (await asyncio.to_thread(self.words().tokenizer.encode_batch_fast, [prompt]))[0].ids
         return {"token_ids": prompt}
 
-    @property
-    def tokenizer(self) -> Tokenizer:
+    def words(self) -> Vocabulary:
         if not self.vocabulary:
             raise ApiError(503, "the gateway has no tokenizer: start it with --tokenizer", "no_tokenizer")
-        return self.vocabulary.tokenizer
+        return self.vocabulary
 
     async def render(self, call: Call) -> None:
         call.address()
@@ -729,7 +727,6 @@ class Gateway:
             ids = array("i", rendered["token_ids"]).tobytes()
             call.prompt, call.fork = call.attempt.splice(
                 ids, call.addresses, call.opening, self.settings.history, spelling)
-            call.prompt_json = orjson.dumps(rendered["token_ids"]) if call.prompt == ids else b""
         limit = min(call.room, card.get("max_model_len") or 2**31)
         size = len(call.prompt) // 4
         call.room = limit - size
@@ -740,8 +737,7 @@ class Gateway:
         if stops := (rendered.get("sampling_params") or {}).get("stop_token_ids"):
             call.sampling["stop_token_ids"] = stops
         if call.ask.stop or (call.ask.stream and self.vocabulary):
-            self.tokenizer  # noqa: B018  or an error that says what is missing
-            call.text, call.channel = Text(self.vocabulary, call.ask.stop, call.ids), await self.channel(call)
+            call.text, call.channel = Text(self.words(), call.ask.stop, call.ids), await self.channel(call)
 
     async def channel(self, call: Call) -> str:
         """What this model's plain text is to the engine's parsers, which depends on how the prompt ends and on what
@@ -750,8 +746,9 @@ class Gateway:
             return "content"
         key = call.prompt[-32:], bool(call.ask.tools), repr(call.ask.extra)
         if key not in self.channels:
-            ids = self.tokenizer.encode("x y", add_special_tokens=False).ids
-            message, text = await self.parse(call, ids, probe=True), self.tokenizer.decode(ids)
+            tokenizer = self.words().tokenizer
+            ids = tokenizer.encode("x y", add_special_tokens=False).ids
+            message, text = await self.parse(call, ids, probe=True), tokenizer.decode(ids)
             kinds = (kind for kind in ("content", "reasoning") if message[kind] == text)
             self.channels = dict([*self.channels.items()][-99:]) | {key: next(kinds, "")}
         return self.channels[key]
@@ -762,7 +759,7 @@ class Gateway:
         ids = ids[:-1] if call.finish == "stop" and not call.stop_string and not probe else ids
         message: JSON = {}
         if call.ask.prompt is not None:
-            message = {"content": self.tokenizer.decode(ids)}
+            message = {"content": self.words().tokenizer.decode(ids)}
         elif ids:
             choice = {"index": 0, "token_ids": ids, "finish_reason": call.finish or "length", "logprobs": None}
             reply = await self.engine.ask("/v1/chat/completions/derender", {

@@ -24,7 +24,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 
@@ -128,9 +128,8 @@ def assemble(turns: list[Turn], max_tokens: int | None = None) -> tuple[list[Sam
     counts = dict.fromkeys(("fork", "untrainable", "undelivered", "cut", "cut_tokens", "empty"), 0)
     for position, turn in enumerate(turns):
         prompt, response = turn.prompt_ids, turn.response_ids
-        fitting = [row for row in rows if len(row.ids) <= len(prompt)]
-        fitting.sort(key=lambda row: -len(row.ids))  # stable: the earliest of equal rows comes first
-        row = next((row for row in fitting if _is_prefix(row.ids, prompt)), None)
+        fitting = (row for row in rows if _is_prefix(row.ids, prompt))
+        row = max(fitting, key=lambda row: len(row.ids), default=None)  # of equal ones the earliest
         if row is None:
             counts["fork"] += bool(rows)
             row = Sample([], [], [], [])
@@ -192,13 +191,8 @@ def continued(prompt: Sequence[int], known: Sequence[int], same: int, ends: Iter
 def after_reply(prompt: Sequence[int], known: Sequence[int]) -> int | None:
     """Where a prompt goes on after the history `known`, which ends with a sampled end-of-turn id, if the template has
     rewritten what is inside the messages of this history, but not their number: after as many end-of-turn ids."""
-    turns, position = known.count(known[-1]), -1
-    for _ in range(turns):
-        try:
-            position = prompt.index(known[-1], position + 1)
-        except ValueError:
-            return None
-    return position + 1
+    ends = (at + 1 for at, token in enumerate(prompt) if token == known[-1])
+    return next(islice(ends, known.count(known[-1]) - 1, None), None)
 
 
 def _is_prefix(ids: list[int], prompt: list[int]) -> bool:

@@ -277,7 +277,7 @@ class Engine:
 
     def __init__(self, url: str, key: str, name: str = "", gpus: str = "", revivable: bool = False) -> None:
         self.url, self.name, self.gpus, self.headers = url, name, gpus, {"Authorization": f"Bearer {key}"}
-        self.revivable, self.answered = revivable or bool(name), time.monotonic()
+        self.revivable = revivable or bool(name)
         # Idle connections end here before the engine's side closes them, which would look like its death.
         limits = httpx.Limits(keepalive_expiry=2)
         self.http = httpx.Client(base_url=url, headers=self.headers, timeout=600, trust_env=False, limits=limits)
@@ -289,17 +289,6 @@ class Engine:
         if reply.status_code >= 400:
             raise RuntimeError(f"engine {self.url}{path} answered {reply.status_code}: {reply.text[:500]}")
         return reply.json() if reply.content[:1] in (b"{", b"[") else {}
-
-    def look(self) -> None:
-        """Whether it lives: it has failed where it refuses, and where it has been silent for long."""
-        try:
-            reply = self.http.get("/health", timeout=5)
-        except httpx.TimeoutException:
-            self.failed = self.failed or time.monotonic() - self.answered > SILENT
-        except httpx.TransportError:
-            self.failed = True
-        else:
-            self.answered, self.failed = time.monotonic(), self.failed or reply.status_code != 200
 
     def memory(self) -> float:
         """GiB in use of its GPUs, by whomever; NaN where nvidia-smi does not tell (MIG, memory that the CPU shares)."""
@@ -390,8 +379,11 @@ class Engines:
                 if engine.revivable and (engine.failed or self.children.ended(engine.name))]
 
     def look(self) -> None:
-        """Asks each that can be revived whether it lives."""
-        self.everywhere(lambda engine: engine.revivable and engine.look())
+        """Asks each that can be revived whether it lives: it does not where it refuses, or is silent for long."""
+        def ask(engine: Engine) -> None:
+            engine.failed = engine.revivable and engine.http.get("/health", timeout=SILENT).status_code != 200
+
+        self.everywhere(ask)
 
     def revive(self, dead: list[str]) -> None:
         """Starts those of this machine among the dead (URLs) again. They have the model's original weights, and get no
@@ -402,7 +394,7 @@ class Engines:
         self.restarts += 1
         for engine in self.engines:
             if engine.url in dead:
-                engine.failed, engine.answered = False, time.monotonic()
+                engine.failed = False
                 if engine.name:
                     self.children.kill(engine.name)
         self.start()
