@@ -140,10 +140,9 @@ class Attempt:
 
     async def cancel(self) -> None:
         """Ends the open calls, and returns when their turns are logged."""
-        tasks = [call.task for call in self.open]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for call in self.open:
+            call.task.cancel()
+        await asyncio.gather(*(call.task for call in self.open), return_exceptions=True)
 
     def parent(self, ids: bytes) -> tuple[int, bool, int]:
         """How many ids a sequence shares with a known one, whether these are all of it, and its last turn."""

@@ -686,8 +686,7 @@ class Gateway:
         """Counts what happened to a call."""
         for name in [*call.news, f"call_{outcome}"]:
             self.count(name)
-        sql, attempt = "UPDATE rollouts SET calls = ? WHERE id = ? AND attempts = ?", call.attempt
-        self.db.execute(sql, (attempt.calls, *attempt.owner))
+        self.set(call.attempt.owner[0], calls=call.attempt.calls)
 
     def failed(self, call: Call, failure: ApiError) -> None:
         self.settle(call, failure.code or "error")
@@ -700,7 +699,7 @@ class Gateway:
 
     async def rendered(self, call: Call) -> JSON:
         card = await self.engine.card(call.attempt.engine)
-        call.model = card["id"]
+        call.model, call.room = card["id"], min(call.room, card.get("max_model_len") or 2**31)
         if not self.vocabulary and Path(str(card.get("root")), "tokenizer.json").is_file():
             self.vocabulary = Vocabulary(card["root"])
         if (prompt := call.ask.prompt) is None:
@@ -716,18 +715,17 @@ class Gateway:
 
     async def render(self, call: Call) -> None:
         call.address()
-        rendered, card = await self.rendered(call), await self.engine.card(call.attempt.engine)
+        rendered = await self.rendered(call)
         if not call.turn:
             spelling = self.vocabulary.spelling if self.vocabulary else None
             ids = array("i", rendered["token_ids"]).tobytes()
             call.prompt, call.fork = call.attempt.splice(
                 ids, call.addresses, call.opening, self.settings.history, spelling)
-        limit = min(call.room, card.get("max_model_len") or 2**31)
         size = len(call.prompt) // 4
-        call.room = limit - size
+        call.room -= size
         if call.room < 1:
-            raise ApiError(400, f"This model's maximum context length is {limit} tokens, but the messages have "
-                                f"{size} tokens. Shorten them.", "context_length_exceeded")
+            raise ApiError(400, f"This model's maximum context length is {call.room + size} tokens, but the "
+                                f"messages have {size} tokens. Shorten them.", "context_length_exceeded")
         call.max_tokens = min(call.max_tokens, call.room)
         if stops := (rendered.get("sampling_params") or {}).get("stop_token_ids"):
             call.sampling["stop_token_ids"] = stops
