@@ -299,17 +299,21 @@ class Engine:
         except (OSError, subprocess.CalledProcessError, ValueError):
             return math.nan
 
-    def probe(self, version: int) -> list[tuple[int, float]]:
-        """A sampled token and its log-prob after each probe prompt."""
-        result = []
-        for ids in PROBE:
+    def compare(self, version: int, probe: Any, tolerance: float) -> float:
+        """Samples a token after each prompt of PROBE: how far log-probs are from the trainer's, [8, V], on average.
+        Raises PushFailed where that is too far."""
+        gaps = []
+        for ids, row in zip(PROBE, probe):
             body = {"token_ids": ids, "sampling_params": {"max_tokens": 1, "temperature": 1.0, "logprobs": 0}}
             choice = self.post("/inference/v1/generate", body)["choices"][0]
             versions = {span["version"] for span in choice["weight_versions"]}
             if versions != {str(version)}:
                 raise PushFailed(f"engine {self.url} says that its weights are version {versions}, not {version}")
-            result.append((choice["token_ids"][0], choice["logprobs"]["content"][0]["logprob"]))
-        return result
+            gaps.append(abs(float(row[choice["token_ids"][0]]) - choice["logprobs"]["content"][0]["logprob"]))
+        if not (gap := sum(gaps) / len(gaps)) <= tolerance:
+            raise PushFailed(f"engine {self.url}: its log-probs are {gap:.2g} away from the trainer's after the push "
+                             f"of version {version} (--probe-tolerance is {tolerance:g})")
+        return gap
 
 
 # Eight prompts of 16 ids, the same for trainer and engine; ids under 256 are in every vocabulary.
@@ -438,15 +442,8 @@ class Engines:
         for path, params in (("/wake_up", {"tags": "kv_cache"}), ("/reset_prefix_cache", {}), ("/resume", {})):
             self.everywhere(lambda engine: engine.post(path, **params))
         tolerance = self.config.probe_tolerance or (0.1 if self.device == "cuda" else 1e-3)
-        worst = 0.0
-        for engine, sampled in zip(self.engines, self.everywhere(lambda engine: engine.probe(version))):
-            if sampled:
-                gap = sum(abs(float(row[token]) - p) for row, (token, p) in zip(probe, sampled)) / len(sampled)
-                if not gap <= tolerance:
-                    raise PushFailed(f"engine {engine.url}: its log-probs are {gap:.2g} away from the trainer's after "
-                                     f"the push of version {version} (--probe-tolerance is {tolerance:g})")
-                worst = max(worst, gap)
-        return {"probe_gap": worst}
+        gaps = self.everywhere(lambda engine: engine.compare(version, probe, tolerance))
+        return {"probe_gap": max((gap for gap in gaps if gap is not None), default=0.0)}
 
     # The four methods of vLLM's weight transfer client, for all engines.
 

@@ -285,7 +285,8 @@ def test_several_engines_that_run_already(tmp_path: Path) -> None:
         engines.sleep()
         assert push_weights(engines, weights_of(new), 4, config, "cpu")[0]
         assert engines.resume(4, probe_of(new))["probe_gap"] < 1e-4
-        assert [engine.probe(4) and engine.name for engine in engines.engines] == ["", ""] and not engines.died()
+        assert [engine.compare(4, probe_of(new), 1e-4) < 1e-4 and engine.name for engine in engines.engines] == ["", ""]
+        assert not engines.died()
         children.kill(f"other{ports[1]}")
         with pytest.raises(ChildDied, match="does not answer"):  # nobody here can start it again
             engines.pause()
@@ -363,7 +364,7 @@ def recorded(tmp_path: Path, memory: list[float]) -> tuple[Engines, list[str]]:
     engine.gpus, engine.idle_memory, readings = "0", 0.5, iter(memory)
     engine.memory = lambda: next(readings)
     engine.post = lambda path, body=None, **params: asked.append(" ".join([path, *map(str, params.values()), *map(str, body or ())])) or {}
-    engine.probe = lambda version: [(0, -1.0)] * len(PROBE)
+    engine.compare = lambda version, probe, tolerance: 0.0
     return engines, asked
 
 
