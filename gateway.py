@@ -900,15 +900,13 @@ def make_route(g: Gateway, method: str, path: str, handler: Callable[..., Awaita
     limit = MAX_EVENT if "verifier" in scopes else g.settings.max_body
 
     async def endpoint(request: Request) -> Any:
-        started, rollout = time.monotonic(), request.path_params.get("id")
+        rollout = request.path_params.get("id")
         if scopes:
             g.identify(request, scopes)
         data = await read(request, limit) if method == "POST" else b""
         sent = parse_json(data) if method == "POST" else dict(request.query_params)
         result = await checked(g.rollout(rollout) if rollout else request, **sent)
         g.db.commit()
-        if method == "POST":
-            log("request", path=request.url.path, status=200, ms=round(1000 * (time.monotonic() - started), 1))
         return result if isinstance(result, Response) else answer(result or {"ok": True})
     return Route(path, endpoint, methods=[method])
 
