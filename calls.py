@@ -30,7 +30,6 @@ from dialects import DIALECTS, JSON, Ask, Dialect
 from trajectory import after_reply, continued
 
 MAX_BRANCHES = 8  # cached token sequences of one attempt; what continues an older one is only stored less compactly
-KEPT = ("name", "path", "fork", "finish", "stop_string", "started_at", "versions", "message")  # of a Call in the log
 STREAM_ABOVE = 256  # plain calls for more tokens than this stream from the engine, so that its death loses few
 MARKERS = ("<tool_call>", "<think>", "</think>", "<function=", "[TOOL_CALLS]", "<|python_tag|>")  # of a parser's matter
 

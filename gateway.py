@@ -51,7 +51,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
 
-from calls import KEPT, Attempt, Call, Text, Vocabulary, address, blake2b, unpacked
+from calls import Attempt, Call, Text, Vocabulary, address, blake2b, unpacked
 from config import make_key, read_secret
 from dialects import DIALECTS, JSON, ApiError, Ask
 
@@ -60,7 +60,6 @@ STRAGGLER_SECONDS = 5.0  # after a pause, a request that waits inside the paused
 RETRY_AFTER = {429: {"retry-after": "1"}, 503: {"retry-after": "5"}}
 OVERFLOW = re.compile(r"maximum (context|model) length|context length|max_model_len", re.IGNORECASE)
 # turns.ids: int32, prompt and response without the first `shared`, which are those of turn `parent`; logprobs: float64
-# turns.call: what is KEPT of it
 # turns.status: ok (reply logged, delivery unknown), delivered, aborted (the client left), error
 # messages: a message and (`before`) the conversation before it, addressed by the hash of both
 SCHEMA = """
@@ -71,17 +70,17 @@ CREATE TABLE IF NOT EXISTS rollouts(id TEXT PRIMARY KEY, "group" TEXT, "index" I
     turns INT DEFAULT 0, calls INT DEFAULT 0, sampled_tokens INT DEFAULT 0, version_min INT, version_max INT,
     seq INT UNIQUE, started_at REAL, finished_at REAL);
 CREATE INDEX IF NOT EXISTS rollouts_status ON rollouts(status);
-CREATE TABLE IF NOT EXISTS turns(rollout TEXT, attempt INT, "index" INT, status TEXT, error TEXT, digest BLOB,
-    parent INT, shared INT, prompt INT, opening BLOB, request BLOB, meaning BLOB, finished_at REAL, call BLOB, ids BLOB,
-    logprobs BLOB, PRIMARY KEY(rollout, attempt, "index"));
+CREATE TABLE IF NOT EXISTS turns(rollout TEXT, attempt INT, "index" INT, status TEXT, error TEXT, name TEXT,
+    digest BLOB, dialect TEXT, fork TEXT, parent INT, shared INT, prompt INT, finish_reason TEXT, stop_string TEXT,
+    opening BLOB, request BLOB, reply BLOB, meaning BLOB, started_at REAL, finished_at REAL,
+    versions BLOB, ids BLOB, logprobs BLOB,
+    PRIMARY KEY(rollout, attempt, "index"));
 CREATE INDEX IF NOT EXISTS turns_digest ON turns(digest);
 CREATE TABLE IF NOT EXISTS messages(hash BLOB PRIMARY KEY, before BLOB, data BLOB);
 CREATE TABLE IF NOT EXISTS events(rollout TEXT, attempt INT, kind TEXT, data BLOB, at REAL);
 CREATE TABLE IF NOT EXISTS steps(step INT PRIMARY KEY, data BLOB);
 CREATE TABLE IF NOT EXISTS counts(name TEXT PRIMARY KEY, n INT);
-CREATE TABLE IF NOT EXISTS hold(one INT PRIMARY KEY, paused INT, version INT, lease_until REAL, since REAL,
-    before REAL);
-INSERT OR IGNORE INTO hold VALUES(1, 0, 0, 0, 0, 0);
+CREATE TABLE IF NOT EXISTS hold(one INT PRIMARY KEY, data BLOB);
 """
 
 
@@ -165,8 +164,8 @@ def packed(data: Any) -> bytes:
     return zlib.compress(orjson.dumps(data), 1)
 
 
-def loaded(data: bytes) -> Any:
-    return orjson.loads(zlib.decompress(data))
+def loaded(data: bytes | None) -> Any:
+    return None if data is None else orjson.loads(zlib.decompress(data))
 
 
 class Engine:
@@ -181,7 +180,9 @@ class Engine:
         self.http: aiohttp.ClientSession
         self.model: JSON | None = None
         self.in_flight: set[asyncio.Timeout] = set()
-        self.hold: sqlite3.Row = db.execute("SELECT * FROM hold").fetchone()
+        saved = db.execute("SELECT data FROM hold").fetchone()
+        self.hold: JSON = orjson.loads(saved[0]) if saved else {
+            "paused": False, "version": 0, "lease_until": 0.0, "since": 0.0, "before": 0.0}
         self.resumed = asyncio.Event()
 
     def held_seconds(self) -> float:
@@ -191,10 +192,10 @@ class Engine:
 
     def set_hold(self, paused: bool, lease: float, version: int) -> JSON:
         now, before, was = time.time(), self.held_seconds(), self.hold["paused"]
-        with self.db:
-            hold = (paused, version, now + lease, now, before)
-            self.db.execute("INSERT OR REPLACE INTO hold VALUES(1, ?, ?, ?, ?, ?)", hold)
-        self.hold = self.db.execute("SELECT * FROM hold").fetchone()
+        hold = {"paused": paused, "version": version, "lease_until": now + lease, "since": now, "before": before}
+        self.db.execute("INSERT OR REPLACE INTO hold VALUES(1, ?)", (orjson.dumps(hold),))
+        self.db.commit()
+        self.hold = hold
         self.resumed.clear() if paused else self.resumed.set()
         for limit in self.in_flight if paused != was else ():  # it may sleep only once nothing is in flight
             if not limit.expired():
@@ -465,7 +466,7 @@ class Gateway:
 
     async def state(self, request: Request, /) -> JSON:
         count = dict(self.db.execute("SELECT status, count(*) FROM rollouts GROUP BY status").fetchall())
-        paused, in_flight = bool(self.engine.hold["paused"]), len(self.engine.in_flight)
+        paused, in_flight = self.engine.hold["paused"], len(self.engine.in_flight)
         held = sum(len(attempt.open) for attempt in self.attempts.values()) - in_flight if paused else 0
         return {"paused": paused, "version": self.engine.hold["version"], "in_flight": in_flight,
                 "held": held, "held_seconds": self.engine.held_seconds(),
@@ -518,22 +519,20 @@ class Gateway:
 
     async def turns(self, row: sqlite3.Row, /, after: Int = -1, limit: Limit = 100, messages: bool = True) -> JSON:
         """`messages=0` leaves out what assembling rows does not need."""
-        page, seen = [], {}
+        page, seen, plain = [], {}, ("index", "finish_reason", "status", "error", "fork", "dialect")
         for turn, ids in self.sequences(row["id"], row["attempts"], after + limit):
             if turn["index"] <= after:
                 continue
-            call = loaded(turn["call"])
             page.append({"prompt_ids": unpacked(ids[: 4 * turn["prompt"]]),
                          "response_ids": unpacked(ids[4 * turn["prompt"] :]),
                          "logprobs": None if turn["logprobs"] is None else array("d", turn["logprobs"]).tolist(),
-                         "versions": call["versions"], "finish_reason": call["finish"], "fork": call["fork"],
-                         "dialect": call["path"].removeprefix("/v1/"),
+                         "versions": loaded(turn["versions"]),
                          "delivered": turn["status"] in ("ok", "delivered"),
-                         **{key: turn[key] for key in ("index", "status", "error")}})
+                         **{key: turn[key] for key in plain}})
             if messages:
                 said = self.recall(turn["request"], seen)
                 tools = said.pop(0)["tools"] if said and "tools" in said[0] and "role" not in said[0] else None
-                page[-1] |= {"messages": said, "tools": tools, "message": call["message"]}
+                page[-1] |= {"messages": said, "tools": tools, "message": loaded(turn["reply"])}
         return {"turns": page, "next": page[-1]["index"] if len(page) == limit else None}
 
     def attempt(self, row: sqlite3.Row) -> Attempt:
@@ -565,10 +564,14 @@ class Gateway:
                     self.count(f"fork_{call.fork}")
             complete = len(call.logprobs) == len(call.ids) and None not in call.logprobs
             self.put("turns", rollout=attempt.owner[0], attempt=attempt.owner[1], index=index, status=status,
-                     error=error, digest=call.digest, parent=parent, shared=shared, prompt=len(call.prompt) // 4,
-                     opening=call.opening, request=self.remember(call.messages), meaning=meaning,
-                     finished_at=time.time(), call=packed({name: getattr(call, name) for name in KEPT}),
-                     ids=ids[4 * shared:], logprobs=array("d", call.logprobs).tobytes() if complete else None)
+                     error=error, name=call.name, digest=call.digest, dialect=call.path.removeprefix("/v1/"),
+                     fork=call.fork, parent=parent, shared=shared, prompt=len(call.prompt) // 4,
+                     finish_reason=call.finish, stop_string=call.stop_string, opening=call.opening,
+                     request=self.remember(call.messages),
+                     reply=packed(call.message) if call.message else None, meaning=meaning,
+                     started_at=call.started_at, finished_at=time.time(),
+                     versions=packed(call.versions), ids=ids[4 * shared:],
+                     logprobs=array("d", call.logprobs).tobytes() if complete else None)
             self.db.execute(
                 "UPDATE rollouts SET turns = turns + ?1, sampled_tokens = sampled_tokens + ?2, "
                 "version_min = min(coalesce(version_min, ?3), ?3), version_max = max(coalesce(version_max, ?4), ?4), "
@@ -653,12 +656,14 @@ class Gateway:
     def restore(self, call: Call, row: sqlite3.Row) -> None:
         """What the log has of a turn, to be replied again, or to go on."""
         *_, (_, ids) = self.sequences(*call.attempt.owner, row["index"])
-        for name, value in loaded(row["call"]).items():
-            setattr(call, name, value)
+        call.name, call.started_at, call.finish = row["name"], row["started_at"], row["finish_reason"]
         call.prompt, call.ids = ids[:4 * row["prompt"]], unpacked(ids[4 * row["prompt"]:])
         call.logprobs = array("d", row["logprobs"] or b"").tolist()
+        call.versions, call.stop_string = loaded(row["versions"]), row["stop_string"]
+        call.fork = row["fork"]
+        call.message = loaded(row["reply"])
         call.turn = row["index"], row["parent"], row["shared"], len(call.ids)
-        call.news = ["replayed" if call.message else "continued"]
+        call.news = ["replayed" if row["reply"] else "continued"]
 
     async def run(self, call: Call) -> JSON:
         """One call from request to logged turn. Cancelled when its client stays away or its attempt is over."""
