@@ -60,7 +60,6 @@ OUTPUT_BYTES = 16 * 2**20  # of a phase's output; more, and the older is dropped
 SCRATCH_BYTES = 2**30  # of /tmp and of /dev/shm in a sandbox
 VISIBLE = "usr bin sbin lib lib32 lib64 etc/alternatives etc/ca-certificates etc/group etc/hosts etc/ld.so.cache \
     etc/ld.so.conf etc/ld.so.conf.d etc/localtime etc/mime.types etc/nsswitch.conf etc/passwd etc/pki etc/ssl"
-TEMPORARY_FAILURE = 75  # EX_TEMPFAIL of sysexits.h
 prctl, PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = ctypes.CDLL(None).prctl, 1, 36
 FORK = multiprocessing.get_context("fork")
 
@@ -283,7 +282,7 @@ def grade(job: dict, verify: Callable[[dict, Path, list[dict]], float | dict]) -
         gateway.post("/reward", cast_to=object, body={"reward": float(reward), "metrics": metrics})
     except (openai.APIConnectionError, openai.InternalServerError) as error:
         print(f"no answer: {error}")
-        sys.exit(TEMPORARY_FAILURE)
+        sys.exit(os.EX_TEMPFAIL)
 
 
 # ------------------------------------------------------------------------------------------------------- the controller
@@ -494,7 +493,7 @@ class Controller:
         ended = json.loads(line)
         status, last = ended["status"], (ended["output"].strip().splitlines() or ["(no output)"])[-1][:500]
         lost = "the controller was stopped" if status is None and self.stop.done() else ended["problem"]
-        if lost or (role == "verifier" and status == TEMPORARY_FAILURE):
+        if lost or (role == "verifier" and status == os.EX_TEMPFAIL):
             return ended, "lost", f"{role}: {lost or last}"
         if status == 0:
             return ended, "succeeded", ""

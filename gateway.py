@@ -21,13 +21,11 @@ It makes runs/demo/{gateway.sqlite,secret} where they are missing. Its log is JS
 
 import asyncio
 import contextlib
-import ctypes
 import functools
 import gc
 import hmac
 import os
 import re
-import signal
 import socket
 import sqlite3
 import sys
@@ -99,12 +97,11 @@ class GatewaySettings:
     max_body: int = 64 * 2**20  # Bytes of one request; more get 413.
     keepalive: float = 15.0  # Seconds of silence after which a waiting client gets an empty event, or white space.
     grace: float = 30.0  # Seconds for which a call whose client has left goes on.
+    # Where sampled ids take the place of the rendered ones in a prompt. exact: nowhere. tokens: where both are the
+    # same text. messages: also where the harness sent our message back unchanged and the template rewrote it (took out
+    # the thinking, say).
     history: Literal["exact", "tokens", "messages"] = "tokens"
-    """Where sampled ids take the place of the rendered ones in a prompt. exact: nowhere. tokens: where both are the
-    same text. messages: also where the harness sent our message back unchanged and the template rewrote it (took out
-    the thinking, say)."""
     tokenizer: str = ""  # The model's directory (with tokenizer.json) or hub name. Empty: what the engine calls `root`.
-    die_with_parent: bool = False  # End when the process that started this one ends.
 
 
 # ---- what clients send; the rest is in the handlers' signatures, which pydantic checks
@@ -970,8 +967,6 @@ def create_app(settings: GatewaySettings) -> Callable[..., Awaitable[None]]:
 
 
 def main(settings: GatewaySettings) -> None:
-    if settings.die_with_parent:  # by SIGKILL, by which nothing acknowledged is lost
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     try:
         listener = socket.create_server((settings.host, settings.port), backlog=4096)
         app = create_app(settings)

@@ -78,39 +78,6 @@ class Sample:
         return sum(self.mask)
 
 
-@dataclass
-class Rollout:
-    """One attempt at one task, finished: the gateway's record with the turns of its last attempt."""
-
-    id: str
-    group: str
-    index: int
-    status: str  # succeeded | failed | lost
-    reward: float | None  # None: lost or dropped; it takes no part in the group
-    kind: str = "train"  # train | eval
-    task_id: str = ""
-    reason: str = ""
-    truncated: bool = False
-    attempts: int = 1
-    started_at: float | None = None
-    finished_at: float | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
-    turns: list[Turn] = field(default_factory=list)
-
-    @classmethod
-    def from_record(cls, record: dict[str, Any], turns: list[dict[str, Any]]) -> "Rollout":
-        """`record` as in `GET /finished`, `turns` as in `GET /rollouts/{id}/turns`; unknown fields are ignored."""
-        known = {name: record[name] for name in cls.__dataclass_fields__ if name in record and name != "turns"}
-        known["truncated"] = bool(record.get("truncated"))
-        known["metrics"] = record.get("metrics") or {}
-        return cls(**known, turns=[Turn.from_record(turn) for turn in turns])
-
-    def version_span(self) -> tuple[int, int] | None:
-        """Oldest and newest weight version that sampled a token; None where no turn says."""
-        versions = [version for turn in self.turns for version in turn.versions or () if version >= 0]
-        return (min(versions), max(versions)) if versions else None
-
-
 def assemble(turns: list[Turn], max_tokens: int | None = None) -> tuple[list[Sample], dict[str, int]]:
     """Turns in the order they were logged -> (rows in the order of their first turn, counts by reason).
 

@@ -74,9 +74,11 @@ class Child:
     log: Path
 
     def last_words(self) -> str:
+        """How it ended, and the end of its output."""
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         earlier = [line for line in lines[:-8] if re.match(r"[\w.]+(Error|Exception): ", line)]  # the cause, in vLLM
-        return "\n  ".join(earlier[-2:] + lines[-8:]) or "(it printed nothing)"
+        said = "\n  ".join(earlier[-2:] + lines[-8:]) or "(it printed nothing)"
+        return f"the {self.name} ended with status {self.process.poll()}; the end of its output ({self.log}):\n  {said}"
 
 
 class ChildDied(RuntimeError):
@@ -137,8 +139,7 @@ class Children:
         """Raises ChildDied if one has ended (`but`: the beginning of the names that their caller looks after)."""
         for child in self.children.values():
             if not (but and child.name.startswith(but)) and child.process.poll() is not None:
-                raise ChildDied(f"the {child.name} ended with status {child.process.returncode}; the end of its "
-                                f"output ({child.log}):\n  {child.last_words()}")
+                raise ChildDied(child.last_words())
 
     def wait_until(self, ready: Callable[[], bool], what: str, timeout: float, but: str = "") -> None:
         deadline = time.monotonic() + timeout
@@ -322,10 +323,10 @@ PROBE = [[(37 * row * row + 101 * i * (row + 1) + 11) % 253 + 3 for i in range(1
 
 class Engines:
     """All engines of the run: those that run already, or one for each group of GPUs of this machine, reached at
-    `host`, and in rank 0 those that the other machines' first ranks started (`join`).
+    `host`, and in rank 0 those that the other machines' first ranks started.
 
     Each method asks all of them at once and waits for all. One that died meanwhile is skipped: it loses the calls it
-    had, the gateway tries them again, and `died()` says that it is to be revived.
+    had, the gateway tries them again, and `dead()` says which are to be revived.
     """
 
     def __init__(self, config: Config, device: str, children: Children, host: str = "127.0.0.1") -> None:
@@ -336,17 +337,12 @@ class Engines:
             self.engines = [Engine(url.rstrip("/"), self.key) for url in config.engine_url.split(",")]
         else:
             groups = gpu_groups(config, device)
-            ports = [config.engine_port + i if config.engine_port else free_port() for i in range(len(groups))]
-            self.engines = [Engine(f"http://{host}:{port}", self.key, f"engine{i or ''}", gpus)
-                            for i, (port, gpus) in enumerate(zip(ports, groups))]
+            self.engines = [Engine(f"http://{host}:{free_port()}", self.key, f"engine{i or ''}", gpus)
+                            for i, gpus in enumerate(groups)]
 
     @property
     def urls(self) -> list[str]:
         return [engine.url for engine in self.engines]
-
-    def join(self, urls: Iterable[str]) -> None:
-        """Adds engines of other machines."""
-        self.engines += [Engine(url, self.key, revivable=True) for url in urls]
 
     def start(self) -> None:
         """Starts those that are ours and not running. To be called while the trainer holds no GPU memory."""
@@ -373,19 +369,16 @@ class Engines:
         ready = lambda: all(healthy(engine.url, engine.headers) for engine in self.engines)  # noqa: E731
         self.children.wait_until(ready, f"the engines at {', '.join(self.urls)} (not all)", START_SECONDS)
 
-    def died(self) -> bool:
-        """Whether one that can be revived has ended, or does not answer."""
-        return bool(self.dead())
-
     def dead(self) -> list[str]:
-        """Their URLs."""
+        """URLs of those that can be revived, and have ended or do not answer."""
         return [engine.url for engine in self.engines
                 if engine.revivable and (engine.failed or self.children.ended(engine.name))]
 
     def look(self) -> None:
         """Asks each that can be revived whether it lives: it does not where it refuses, or is silent for long."""
         def ask(engine: Engine) -> None:
-            engine.failed = engine.revivable and engine.http.get("/health", timeout=SILENT).status_code != 200
+            if engine.revivable:
+                engine.failed = engine.http.get("/health", timeout=SILENT).status_code != 200
 
         self.everywhere(ask)
 
@@ -480,7 +473,7 @@ def push_weights(engines: Engines | None, weights: Weights, version: int, config
     size = send(engines, weights)
     if engines:
         engines.everywhere(lambda engine: engine.post("/update_weight_version", {"new_version": str(version)}))
-    complete, seconds = bool(engines and not engines.died()), time.monotonic() - start
+    complete, seconds = bool(engines and not engines.dead()), time.monotonic() - start
     return complete, {"push_seconds": seconds, "push_gb": size / 1e9, "push_gb_per_second": size / 1e9 / seconds}
 
 
@@ -494,17 +487,20 @@ def send_over_ipc(engines: Engines | None, weights: Weights) -> int:
     import torch.distributed as dist
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
 
+    class Source:
+        def __iter__(self) -> Any:
+            return ((name, whole(tensor)) for name, tensor in weights())
+
     sizes = [tensor.numel() * tensor.element_size() for _, tensor in weights()]
     info = IPCTrainerInitInfo(rank=dist.get_rank() if dist.is_initialized() else 0, packed=True,
                               packed_buffer_size_bytes=max(BUCKET, *sizes))  # no tensor may be larger
-    source = ((name, whole(tensor)) for name, tensor in weights())  # once through it
-    IPCTrainerWeightTransferEngine.trainer_init(info, client=engines, source=source).send_weights()
+    IPCTrainerWeightTransferEngine.trainer_init(info, client=engines, source=Source()).send_weights()
     return sum(sizes)
 
 
 def send_through_files(engines: Engines | None, weights: Weights) -> int:
     """Rank 0 writes a file for each bucket, which the engines read and which are removed then. Where the engines are
-    ours and there is room, it is in our memory, named by a link: nothing of it outlives us."""
+    ours, it is in our memory, named by a link: nothing of it outlives us."""
     from safetensors.torch import save
 
     sizes = [tensor.nbytes for _, tensor in weights()]
@@ -513,8 +509,7 @@ def send_through_files(engines: Engines | None, weights: Weights) -> int:
         directory = engines.config.run_dir.absolute() / "weights"
         shutil.rmtree(directory, ignore_errors=True)  # of a trainer that was killed in a push
         directory.mkdir(parents=True)
-        free = int(re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024
-        in_memory = all(engine.name for engine in engines.engines) and free > 2 * sum(sizes)
+        in_memory = all(engine.name for engine in engines.engines)
     for number, ((name, tensor), after) in enumerate(zip(weights(), [*sizes[1:], BUCKET])):
         full = whole(tensor)  # on every rank
         if engines:

@@ -142,17 +142,17 @@ def test_a_killed_engine_comes_back_with_the_current_weights(served: Served) -> 
     served.hand_over(model, 3)
     child = served.children.children["engine"].process
     group = subprocess.run(["pgrep", "-g", str(child.pid)], capture_output=True, text=True).stdout.split()
-    assert not served.engines.died()
+    assert not served.engines.dead()
     child.send_signal(signal.SIGKILL)  # what it started may live on
     child.wait()
-    assert served.engines.died()
+    assert served.engines.dead()
     served.engines.revive(served.engines.dead())
     served.engines.wait_ready()
     assert served.engines.restarts == 1
     assert not [pid for pid in group if Path(f"/proc/{pid}").exists()]
     served.hand_over(model, 3)  # no update in between
     ids, logprobs, versions = served.sampled()
-    assert gap(model, ids, logprobs) < 1e-4 and versions == {"3"} and not served.engines.died()
+    assert gap(model, ids, logprobs) < 1e-4 and versions == {"3"} and not served.engines.dead()
 
 
 @pytest.mark.parametrize("served", ["embedded-tied"], indirect=True)
@@ -164,7 +164,7 @@ def test_an_engine_that_dies_in_a_push_is_told(served: Served) -> None:
     served.engines.pause()
     served.engines.sleep()
     complete, _ = push_weights(served.engines, weights_of(model), 9, served.config, "cpu")
-    assert not complete and served.engines.died()
+    assert not complete and served.engines.dead()
     served.engines.revive(served.engines.dead())
     served.engines.wait_ready()
     served.hand_over(model, 9)
@@ -178,12 +178,12 @@ def test_an_engine_that_hangs_is_started_again(served: Served, monkeypatch: pyte
     child = served.children.children["engine"].process
     child.send_signal(signal.SIGSTOP)
     served.engines.look()
-    assert served.engines.died()  # the look alone waits 5 s
+    assert served.engines.dead()  # the look alone waits 5 s
     served.engines.revive(served.engines.dead())
     served.engines.wait_ready()
     served.hand_over(served.trainer(0), 10)
     served.engines.look()
-    assert served.sampled()[2] == {"10"} and not served.engines.died() and child.poll() is not None
+    assert served.sampled()[2] == {"10"} and not served.engines.dead() and child.poll() is not None
 
 
 # ---- whole runs
@@ -286,7 +286,7 @@ def test_several_engines_that_run_already(tmp_path: Path) -> None:
         assert push_weights(engines, weights_of(new), 4, config, "cpu")[0]
         assert engines.resume(4, probe_of(new))["probe_gap"] < 1e-4
         assert [engine.compare(4, probe_of(new), 1e-4) < 1e-4 and engine.name for engine in engines.engines] == ["", ""]
-        assert not engines.died()
+        assert not engines.dead()
         children.kill(f"other{ports[1]}")
         with pytest.raises(ChildDied, match="does not answer"):  # nobody here can start it again
             engines.pause()
