@@ -58,7 +58,8 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def rollouts(seed: int, count: int = 7) -> tuple[list[Sample], list[float]]:
-    """Ragged rows, one to three a rollout, with several trained stretches; an advantage for each."""
+    """Ragged rows, one to three a rollout, with several trained stretches; an advantage for each. Every other rollout is
+    of the version `seed`."""
     draw, rows, advantages = random.Random(seed), [], []
     for number in range(count):
         advantage = draw.uniform(-1, 1)
@@ -68,7 +69,7 @@ def rollouts(seed: int, count: int = 7) -> tuple[list[Sample], list[float]]:
                 mask += [True] * draw.randint(1, 12) + [False] * draw.randint(0, 9)
             ids = [draw.randrange(3, 320) for _ in mask]
             rows.append(Sample(ids, mask, [draw.uniform(-6, -5) if m else 0.0 for m in mask],
-                               [0 if m else -1 for m in mask], rollout=f"r{number}"))
+                               [seed + number % 2 if m else -1 for m in mask], rollout=f"r{number}"))
             advantages.append(advantage)
     return rows, advantages
 
