@@ -78,7 +78,6 @@ def search_agent(task: dict, workdir: Path) -> None:
             content = search_call(call.function.name, call.function.arguments, task["search_url"],
                                   task.get("results_per_search", 1))
             messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
-    (workdir / "result").mkdir(exist_ok=True)
     (workdir / "result" / "answer.txt").write_text(answer, encoding="utf-8", errors="replace")
 
 

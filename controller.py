@@ -42,6 +42,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -315,7 +316,9 @@ class Controller:
         self.key = config.make_key(config.read_secret(self.secret_file), "admin")
         self.limits = {"GB of memory": self.max_memory, "processes": self.max_processes, "GB of disk": self.max_disk,
                        "CPU seconds": self.max_cpu_seconds}
-        self.entrance = self.rollouts.parent / f"{self.name}.socket"  # of sandboxes, to the gateway
+        # An abstract socket: its name is free as soon as we are dead, and tells a second controller that we are not.
+        self.address = "\0harnessed-" + hashlib.sha256(f"{self.rollouts}/{self.name}".encode()).hexdigest()
+        self.entrance = Path(tempfile.gettempdir(), self.address[1:43])  # a socket file: from sandboxes to the gateway
         self.no_sandbox = self.probe_isolation()
         self.held = 0.0  # seconds for which the gateway has held model calls, in all, as far as we know
         self.attempts: dict[asyncio.Task, dict] = {}  # a task for each, and what was claimed
@@ -351,8 +354,6 @@ class Controller:
 
     def start_fork_server(self) -> None:
         """In an environment of its own, since that is what a fork's /proc/self/environ shows."""
-        # An abstract socket: its name is free as soon as we are dead, and tells a second controller that we are not.
-        self.address = "\0harnessed-" + hashlib.sha256(f"{self.rollouts}/{self.name}".encode()).hexdigest()
         with socket.socket(socket.AF_UNIX) as listener:
             try:
                 listener.bind(self.address)
@@ -377,8 +378,7 @@ class Controller:
             await self.adopt("the controller was restarted")
             url = urlsplit(self.url)
             connect = lambda: asyncio.open_connection(url.hostname, url.port or 80)  # noqa: E731
-            with contextlib.chdir(self.entrance.parent):  # its whole path may be too long for a socket
-                await asyncio.start_unix_server(lambda *ends: pass_on(*ends, connect), self.entrance.name)
+            await asyncio.start_unix_server(lambda *ends: pass_on(*ends, connect), self.entrance)
             how = f"NO SANDBOX ({self.no_sandbox})" if self.no_sandbox else "commands in bubblewrap, functions trusted"
             say(f"up to {self.max_running} rollouts at once in {self.rollouts}: {how}")
             while not self.stop.done() and self.server.poll() is None:
@@ -386,6 +386,7 @@ class Controller:
             self.stop.cancel()
             if self.attempts:
                 await asyncio.wait(self.attempts)
+        self.entrance.unlink()
         if self.server.poll() is not None:
             sys.exit(f"the controller's fork server ended with status {self.server.returncode}; see above")
 
