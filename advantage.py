@@ -37,19 +37,14 @@ def group_advantages(rewards: Tensor | Sequence[float], groups: Tensor | Sequenc
     """
     _one_of("advantage", method, ADVANTAGES)
     values = torch.as_tensor(rewards, dtype=torch.float64)
-    labels = groups.tolist() if isinstance(groups, Tensor) else list(groups)
-    if values.dim() != 1 or len(labels) != len(values):
-        raise ValueError(f"rewards of shape {tuple(values.shape)} and {len(labels)} group ids: both must be [R]")
+    numbers, labels = _numbered(groups, values, "rewards and group ids must be [R]")
     if not values.isfinite().all():
         raise ValueError(f"rewards must be finite numbers, got {values.tolist()}: correct the verifier")
-    members: dict[object, list[int]] = {}
-    for index, label in enumerate(labels):
-        members.setdefault(label, []).append(index)
     advantages = torch.zeros_like(values)
-    for label, indices in members.items():
-        group = values[indices]
+    for number, label in enumerate(labels):
+        group = values[numbers == number]
         if (group != group[0]).any():  # at least two rollouts that differ
-            advantages[indices] = _advantages_of_group(group, method, label)
+            advantages[numbers == number] = _advantages_of_group(group, method, label)
     if not advantages.float().isfinite().all():
         raise ValueError(f"rewards up to {values.abs().max().item():g} overflow the advantages: scale the rewards down")
     return advantages.float()
@@ -82,14 +77,10 @@ def token_weights(trained_tokens: Tensor | Sequence[int], rollouts: Tensor | Seq
     """
     _one_of("loss normalization", method, WEIGHTS)
     tokens = torch.as_tensor(trained_tokens, dtype=torch.float64)
-    labels = rollouts.tolist() if isinstance(rollouts, Tensor) else list(rollouts)
-    if tokens.dim() != 1 or len(labels) != len(tokens):
-        raise ValueError(f"trained_tokens of shape {tuple(tokens.shape)}, {len(labels)} rollout ids: both must be [S]")
+    rollout, labels = _numbered(rollouts, tokens, "trained_tokens and rollout ids must be [S]")
     if not (tokens >= 0).all() or not horizon > 0:
         raise ValueError(f"trained_tokens must be >= 0 and horizon > 0, got {tokens.tolist()} and {horizon}")
-    numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
-    rollout = torch.tensor([numbers[label] for label in labels], dtype=torch.long, device=tokens.device)
-    tokens_of_rollout = tokens.new_zeros(len(numbers)).index_add(0, rollout, tokens)
+    tokens_of_rollout = tokens.new_zeros(len(labels)).index_add(0, rollout, tokens)
     active = (tokens_of_rollout > 0).double().sum()
     if method == "rollout_mean":
         divisor = active * tokens_of_rollout[rollout]
@@ -188,6 +179,15 @@ def _check_policy_inputs(tensors: list[Tensor | None], rows_missing: bool, kl_co
         raise ValueError(f"kl_coef {kl_coef} needs ref_logprobs: pass them or set it to 0")
     if not cap >= 1:
         raise ValueError(f"importance_cap must be at least 1, got {cap}")
+
+
+def _numbered(labels: Tensor | Sequence[object], values: Tensor, wanted: str) -> tuple[Tensor, list[object]]:
+    """The number of each label among the different ones, which are the second; one label for each of `values`."""
+    labels = labels.tolist() if isinstance(labels, Tensor) else list(labels)
+    if values.dim() != 1 or len(labels) != len(values):
+        raise ValueError(f"{wanted}, got the shape {tuple(values.shape)} and {len(labels)} ids")
+    numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
+    return torch.tensor([numbers[label] for label in labels], dtype=torch.long, device=values.device), list(numbers)
 
 
 def _row_mean(values: Tensor, rows: Tensor | None) -> Tensor:

@@ -10,6 +10,7 @@ Between the gateway, which does all input and output, and the pure rules of traj
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import re
 import time
@@ -121,26 +122,33 @@ class Text:
         return self.safe
 
 
+@dataclass(eq=False)
 class Attempt:
-    """What the log holds of a running attempt: the token sequences that no later turn continues, by their last turn,
-    with the turns that end in them; the conversations; retries that are due."""
+    """A running attempt: its open calls, and what the log holds of it: the token sequences that no later turn
+    continues, by their last turn, with the turns that end in them; the conversations; retries that are due."""
 
-    def __init__(self) -> None:
-        self.branches: dict[int, tuple[bytes, dict[int, int]]] = {}  # ids, {end: turn}
-        self.replies: dict[bytes | None, int] = {}  # the address of a reply -> its turn
-        self.openings: set[bytes] = set()  # addresses of first messages
-        self.failed: Counter[bytes] = Counter()  # requests that got an error and nothing sampled
-        self.digests: set[bytes] = set()  # of requests whose turns are logged
-        self.calls = self.turns = 0
-        self.engine = ""  # URL of the one that it stays with
+    owner: tuple[str, int] = ("", 0)  # rollout, attempt
+    engine: str = ""  # URL of the one that it stays with
+    calls: int = 0
+    turns: int = 0
+    open: "dict[Call, None]" = field(default_factory=dict)  # also those that wait for a client that has left
+    branches: dict[int, tuple[bytes, dict[int, int]]] = field(default_factory=dict)  # ids, {end: turn}
+    replies: dict[bytes | None, int] = field(default_factory=dict)  # the address of a reply -> its turn
+    openings: set[bytes] = field(default_factory=set)  # addresses of first messages
+    failed: Counter[bytes] = field(default_factory=Counter)  # requests that got an error and nothing sampled
+
+    async def cancel(self) -> None:
+        """Ends the open calls, and returns when their turns are logged."""
+        for call in self.open:
+            call.task.cancel()
+        await asyncio.gather(*(call.task for call in self.open), return_exceptions=True)
 
     def parent(self, ids: bytes) -> tuple[int, bool, int]:
         """How many ids a sequence shares with a known one, whether these are all of it, and its last turn."""
         common = ((common_ids(known, ids), at) for at, (known, _) in self.branches.items())
         return max(((same, 4 * same == len(self.branches[at][0]), at) for same, at in common), default=(0, True, -1))
 
-    def add(self, turn: int, ids: bytes, place: tuple[int, bool, int], reply: bytes | None, opening: bytes,
-            digest: bytes) -> None:
+    def add(self, turn: int, ids: bytes, place: tuple[int, bool, int], reply: bytes | None, opening: bytes) -> None:
         """A logged turn. `place`: its parent, as above."""
         shared, whole, parent = place
         ends = self.branches[parent][1] if self.branches else {}
@@ -150,7 +158,6 @@ class Attempt:
             del self.branches[next(iter(self.branches))]
         self.branches[turn] = ids, {end: at for end, at in ends.items() if end <= shared} | {len(ids) // 4: turn}
         self.openings.add(opening)
-        self.digests.add(digest)
         self.turns += 1
         self.replies[reply] = turn
 
@@ -192,7 +199,7 @@ class Attempt:
 class Call:
     """One model call and all that is known of its tokens."""
 
-    owner: tuple[str, int]  # rollout, attempt
+    attempt: Attempt
     path: str  # the route, which is the dialect
     ask: Ask
     digest: bytes  # of what is asked for
@@ -201,12 +208,10 @@ class Call:
     max_tokens: int
     room: int  # tokens that the context has; once the prompt is known, what it has left
     model: str = ""  # the engine's name for it
-    engine: str = ""  # its URL
     messages: list[JSON] = field(default_factory=list)  # with the tools at their head
     addresses: list[bytes] = field(default_factory=list)  # of the conversation after each message
     opening: bytes = b""  # of its first message
     prompt: bytes = b""  # its ids, each an int32
-    prompt_json: bytes = b""
     fork: str | None = None
     ids: list[int] = field(default_factory=list)
     logprobs: list[float | None] = field(default_factory=list)
@@ -223,11 +228,10 @@ class Call:
     readers: set[asyncio.Event] = field(default_factory=set)
     task: "asyncio.Task[JSON]" = field(init=False)
 
-    @property
+    @functools.cached_property
     def prompt_ids(self) -> orjson.Fragment:
         """For the engine, which is sent it twice."""
-        self.prompt_json = self.prompt_json or orjson.dumps(unpacked(self.prompt))
-        return orjson.Fragment(self.prompt_json)
+        return orjson.Fragment(orjson.dumps(unpacked(self.prompt)))
 
     @property
     def dialect(self) -> Dialect:
@@ -257,6 +261,10 @@ class Call:
         finish = "stop_string" if self.stop_string else "tool_calls" if called else self.finish
         return {**self.head, "message": self.message, "finish": finish, "stop_string": self.stop_string,
                 "usage": {"prompt": len(self.prompt) // 4, "sampled": len(self.ids)}}
+
+    def failed(self) -> bool:
+        """Whether it has ended, without a reply."""
+        return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
 
     def notify(self) -> None:
         for wake in self.readers:

@@ -166,8 +166,6 @@ class Config:
     start_controller: bool = True
     # Port of the gateway that is started. 0: a free one.
     gateway_port: int = 0
-    # Port of the engine that is started. 0: a free one.
-    engine_port: int = 0
 
     # --- records
 
@@ -179,6 +177,9 @@ class Config:
     wandb: Literal["auto", "offline", "online", "disabled"] = "auto"
     # Project that the run is shown under.
     wandb_project: str = "harnessed"
+
+    POSITIVE = "steps groups_per_step max_running max_attempts rollout_timeout max_response_tokens lr minibatches \
+        max_grad_norm keep_checkpoints temperature loss_horizon eval_rollouts_per_task tensor_parallel"
 
     def __post_init__(self) -> None:
         recipe = Path(sys.argv[0]).stem or "run"
@@ -204,9 +205,7 @@ class Config:
                 flag = "--" + setting.replace("_", "-")
                 raise ValueError(f"{flag} is {getattr(self, setting)!r}: {right}")
 
-        positive = "steps groups_per_step max_running max_attempts rollout_timeout max_response_tokens lr minibatches \
-            max_grad_norm keep_checkpoints temperature loss_horizon eval_rollouts_per_task tensor_parallel"
-        for setting in positive.split():
+        for setting in self.POSITIVE.split():
             need(getattr(self, setting) > 0, setting, "must be greater than 0")
         for setting in "ranks max_staleness max_refills eval_every eval_tasks kl_coef lr_warmup_steps clip_low threads \
                 micro_batch_tokens checkpoint_every weight_decay clip_high eval_temperature probe_tolerance".split():
@@ -228,14 +227,12 @@ class Config:
         need(0 <= self.adam_beta1 < 1, "adam_beta1", "must be in [0, 1)")
         need(0 <= self.adam_beta2 < 1, "adam_beta2", "must be in [0, 1)")
         address = r"https?://[^\s/,]+/?"
-        need(not self.gateway_url or bool(re.fullmatch(address, self.gateway_url)), "gateway_url",
-             "use http://HOST:PORT")
+        need(bool(re.fullmatch(rf"({address})?", self.gateway_url)), "gateway_url", "use http://HOST:PORT")
         need(not self.engine_url or bool(re.fullmatch(rf"{address}(,{address})*", self.engine_url)), "engine_url",
              "use http://HOST:PORT, several separated by commas")
         need(self.engine != "embedded" or self.tensor_parallel == 1, "tensor_parallel",
              "the embedded engine has one GPU")
-        for setting in ("gateway_port", "engine_port"):
-            need(0 <= getattr(self, setting) < 65536, setting, "must be a port number, or 0 for a free one")
+        need(0 <= self.gateway_port < 65536, "gateway_port", "must be a port number, or 0 for a free one")
         need(not self.chat_template or Path(self.chat_template).is_file(), "chat_template", "there is no such file")
         if self.model and Path(self.model).is_dir():
             need((Path(self.model) / "config.json").is_file(), "model", "there is no config.json in it")
@@ -274,7 +271,8 @@ def parse(config_class: type[T], args: list[str] | None = None) -> T:
     import tyro
 
     if int(os.environ.get("RANK", 0)) > 0:  # torchrun: only its rank 0 runs the recipe, the others follow it
-        os.execv(sys.executable, [sys.executable, str(Path(__file__).with_name("trainer.py"))])
+        place = ["env://", os.environ["RANK"], os.environ["WORLD_SIZE"]]
+        os.execv(sys.executable, [sys.executable, str(Path(__file__).with_name("trainer.py")), *place])
     config = tyro.cli(config_class, args=args, description=sys.modules[config_class.__module__].__doc__)
     try:
         config.validate()

@@ -21,13 +21,11 @@ It makes runs/demo/{gateway.sqlite,secret} where they are missing. Its log is JS
 
 import asyncio
 import contextlib
-import ctypes
 import functools
 import gc
 import hmac
 import os
 import re
-import signal
 import socket
 import sqlite3
 import sys
@@ -36,7 +34,7 @@ import traceback
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -46,12 +44,10 @@ import aiohttp
 import orjson
 import uvicorn
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, validate_call
-from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
-from tokenizers import Tokenizer
+from starlette.routing import Route, Router
 
 from calls import Attempt, Call, Text, Vocabulary, address, blake2b, unpacked
 from config import make_key, read_secret
@@ -101,12 +97,11 @@ class GatewaySettings:
     max_body: int = 64 * 2**20  # Bytes of one request; more get 413.
     keepalive: float = 15.0  # Seconds of silence after which a waiting client gets an empty event, or white space.
     grace: float = 30.0  # Seconds for which a call whose client has left goes on.
+    # Where sampled ids take the place of the rendered ones in a prompt. exact: nowhere. tokens: where both are the
+    # same text. messages: also where the harness sent our message back unchanged and the template rewrote it (took out
+    # the thinking, say).
     history: Literal["exact", "tokens", "messages"] = "tokens"
-    """Where sampled ids take the place of the rendered ones in a prompt. exact: nowhere. tokens: where both are the
-    same text. messages: also where the harness sent our message back unchanged and the template rewrote it (took out
-    the thinking, say)."""
     tokenizer: str = ""  # The model's directory (with tokenizer.json) or hub name. Empty: what the engine calls `root`.
-    die_with_parent: bool = False  # End when the process that started this one ends.
 
 
 # ---- what clients send; the rest is in the handlers' signatures, which pydantic checks
@@ -226,7 +221,7 @@ class Engine:
         it until it is finished. A try that brought tokens, or was held, starts the patience anew.
         ApiError: 400 the engine's, 503 no engine."""
         pause, deadline = 0.0, 0.0
-        url = (call.engine if call else engine or self.urls[0]) + path
+        url = (engine or self.urls[0]) + path
         while True:
             if (gated or deadline) and await self.gate():
                 pause = deadline = 0.0
@@ -282,8 +277,6 @@ class Gateway:
         self.engine = Engine(settings, self.db)
         self.bell = asyncio.Event()  # for long polls; replaced when set
         self.attempts: dict[tuple[str, int], Attempt] = {}  # that run; made from the log where missing
-        self.calls: dict[tuple[str, int], list[Call]] = {}  # that are open, or wait for a client that has left
-        self.endings: list[tuple[Any, ...]] = []  # of replies, not yet in the log
         self.channels: dict[Any, str] = {}
         self.vocabulary = Vocabulary(settings.tokenizer) if settings.tokenizer else None
 
@@ -327,13 +320,13 @@ class Gateway:
         scope, rollout, attempt = self.authenticate(request)
         if scope not in scopes.split():
             raise ApiError(403, f"a key of scope {scope!r} may not call this route", "wrong_scope")
-        row = None
-        if scope != "admin":
-            row = self.rollout(rollout)
-            if not runs(row, attempt) or (scope == "agent" and row["agent_over"]):
-                raise ApiError(401, f"expired key: attempt {attempt} of {rollout} is over", "key_expired")
-            if request.path_params.get("id", rollout) != rollout:
-                raise ApiError(403, "this key belongs to another rollout", "wrong_rollout")
+        if scope == "admin":
+            return None
+        row = self.rollout(rollout)
+        if not runs(row, attempt) or (scope == "agent" and row["agent_over"]):
+            raise ApiError(401, f"expired key: attempt {attempt} of {rollout} is over", "key_expired")
+        if request.path_params.get("id", rollout) != rollout:
+            raise ApiError(403, "this key belongs to another rollout", "wrong_rollout")
         return row
 
     async def poll(self, request: Request, wait: float, found: Callable[[], list[Any]]) -> list[Any]:
@@ -385,17 +378,11 @@ class Gateway:
         return {"rollouts": [self.assignment(row) for row in rows], "held_seconds": self.engine.held_seconds()}
 
     async def close_calls(self, rollout: str, attempt: int) -> None:
-        """The agent's key dies. Ends the attempt's open calls, and returns when their turns are logged."""
-        self.note_endings()
+        """The agent's key dies, and its open calls end."""
         self.set(rollout, agent_over=1)
         self.db.commit()
-        await self.cancel(self.calls.get((rollout, attempt), ()))
-
-    async def cancel(self, calls: Iterable[Call]) -> None:
-        tasks = [call.task for call in calls]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if (rollout, attempt) in self.attempts:
+            await self.attempts[rollout, attempt].cancel()
 
     async def agent_done(self, row: sqlite3.Row, /, attempt: int, exit_status: Int | None = None, reason: str = "",
                          output: str = "") -> None:
@@ -477,7 +464,7 @@ class Gateway:
     async def state(self, request: Request, /) -> JSON:
         count = dict(self.db.execute("SELECT status, count(*) FROM rollouts GROUP BY status").fetchall())
         paused, in_flight = self.engine.hold["paused"], len(self.engine.in_flight)
-        held = sum(map(len, self.calls.values())) - in_flight if paused else 0
+        held = sum(len(attempt.open) for attempt in self.attempts.values()) - in_flight if paused else 0
         return {"paused": paused, "version": self.engine.hold["version"], "in_flight": in_flight,
                 "held": held, "held_seconds": self.engine.held_seconds(),
                 "queued": count.pop("queued", 0), "running": count.pop("running", 0), "finished": sum(count.values()),
@@ -498,20 +485,18 @@ class Gateway:
 
     # ---- conversations and turns
 
-    def remember(self, messages: list[Any]) -> bytes | None:
+    def remember(self, messages: list[Any]) -> bytes:
         """Stores a conversation and returns the address of its end. Each message is kept once, however many turns and
         rollouts begin with the same ones: an address is made of all that was said so far."""
         data = [orjson.dumps(message) for message in messages]
-        addresses = list(accumulate(data, lambda before, part: blake2b(before + part), initial=b""))[1:]
-        new = len(data)
-        while new and not self.db.execute("SELECT 1 FROM messages WHERE hash = ?", (addresses[new - 1],)).fetchone():
-            new -= 1
-        for at in range(new, len(data)):
-            self.put("messages", hash=addresses[at], before=addresses[at - 1] if at else b"",
-                     data=zlib.compress(data[at], 1))
-        return addresses[-1] if addresses else None
+        addresses = list(accumulate(data, lambda before, part: blake2b(before + part), initial=b""))
+        for before, address, part in [*zip(addresses, addresses[1:], data)][::-1]:
+            if self.db.execute("SELECT 1 FROM messages WHERE hash = ?", (address,)).fetchone():
+                break  # and so are all before it
+            self.put("messages", hash=address, before=before, data=zlib.compress(part, 1))
+        return addresses[-1]
 
-    def recall(self, address: bytes | None, seen: dict[bytes, tuple[bytes, Any]]) -> list[Any]:
+    def recall(self, address: bytes, seen: dict[bytes, tuple[bytes, Any]]) -> list[Any]:
         messages = []
         while address:
             if address not in seen:
@@ -531,7 +516,6 @@ class Gateway:
 
     async def turns(self, row: sqlite3.Row, /, after: Int = -1, limit: Limit = 100, messages: bool = True) -> JSON:
         """`messages=0` leaves out what assembling rows does not need."""
-        self.note_endings()
         page, seen, plain = [], {}, ("index", "finish_reason", "status", "error", "fork", "dialect")
         for turn, ids in self.sequences(row["id"], row["attempts"], after + limit):
             if turn["index"] <= after:
@@ -548,13 +532,13 @@ class Gateway:
                 page[-1] |= {"messages": said, "tools": tools, "message": loaded(turn["reply"])}
         return {"turns": page, "next": page[-1]["index"] if len(page) == limit else None}
 
-    def attempt(self, owner: tuple[str, int]) -> Attempt:
-        if owner not in self.attempts:
-            attempt = Attempt()
-            attempt.calls = self.rollout(owner[0])["calls"]
+    def attempt(self, row: sqlite3.Row) -> Attempt:
+        """A new one goes to the engine with the fewest, and stays: that one's prefix cache has its earlier turns."""
+        if (owner := (row["id"], row["attempts"])) not in self.attempts:
+            load = Counter(other.engine for other in self.attempts.values())
+            attempt = Attempt(owner, min(self.engine.urls, key=lambda url: load[url]), row["calls"])
             for turn, ids in self.sequences(*owner):
-                place = attempt.parent(ids)
-                attempt.add(turn["index"], ids, place, turn["meaning"], turn["opening"], turn["digest"])
+                attempt.add(turn["index"], ids, attempt.parent(ids), turn["meaning"], turn["opening"])
             self.attempts[owner] = attempt
         return self.attempts[owner]
 
@@ -562,8 +546,8 @@ class Gateway:
         """The turn is durable when this returns. A call that sampled nothing leaves no turn."""
         if not call.ids:
             return
-        attempt, heard = self.attempt(call.owner), call.addresses and call.message
-        meaning = address(call.addresses[-1], call.message) if heard else None
+        attempt = call.attempt
+        meaning = address(call.addresses[-1], call.message) if call.addresses and call.message else None
         ids = call.prompt + array("i", call.ids).tobytes()
         if call.turn:
             index, parent, shared, logged = call.turn
@@ -571,16 +555,16 @@ class Gateway:
             place = shared, whole, parent = attempt.parent(ids)
             index, logged = attempt.turns, 0
         with self.db:
-            self.note_endings()
             if not call.turn:
                 call.fork = None if whole else call.fork or "branch"
                 if call.fork:
                     self.count(f"fork_{call.fork}")
             complete = len(call.logprobs) == len(call.ids) and None not in call.logprobs
-            self.put("turns", rollout=call.owner[0], attempt=call.owner[1], index=index, status=status, error=error,
-                     name=call.name, digest=call.digest, dialect=call.path.removeprefix("/v1/"), fork=call.fork,
-                     parent=parent, shared=shared, prompt=len(call.prompt) // 4, finish_reason=call.finish,
-                     stop_string=call.stop_string, opening=call.opening, request=self.remember(call.messages),
+            self.put("turns", rollout=attempt.owner[0], attempt=attempt.owner[1], index=index, status=status,
+                     error=error, name=call.name, digest=call.digest, dialect=call.path.removeprefix("/v1/"),
+                     fork=call.fork, parent=parent, shared=shared, prompt=len(call.prompt) // 4,
+                     finish_reason=call.finish, stop_string=call.stop_string, opening=call.opening,
+                     request=self.remember(call.messages),
                      reply=packed(call.message) if call.message else None, meaning=meaning,
                      started_at=call.started_at, finished_at=time.time(),
                      versions=packed(call.versions), ids=ids[4 * shared:],
@@ -590,19 +574,18 @@ class Gateway:
                 "version_min = min(coalesce(version_min, ?3), ?3), version_max = max(coalesce(version_max, ?4), ?4), "
                 "truncated = truncated OR ?5 WHERE id = ?6",
                 (not call.turn, len(call.ids) - logged, min(call.versions), max(call.versions),
-                 call.finish == "length" and len(call.ids) >= call.room, call.owner[0]))
+                 call.finish == "length" and len(call.ids) >= call.room, attempt.owner[0]))
         if call.turn:
             attempt.replies[meaning] = index
         else:
-            attempt.add(index, ids, place, meaning, call.opening, call.digest)
+            attempt.add(index, ids, place, meaning, call.opening)
         call.turn = index, parent, shared, len(call.ids)
 
-    def note_endings(self) -> None:
-        """Writes what became of replies. It waits for the next transaction: if a crash is faster, the delivery of a
-        turn is unknown, and it can be replayed."""
+    def ending(self, call: Call, status: str, error: str | None = None) -> None:
+        """What became of a turn's reply. If a crash is faster its delivery is unknown, and it can be replayed."""
         sql = 'UPDATE turns SET status = ?, error = ? WHERE rollout = ? AND attempt = ? AND "index" = ?'
-        self.db.executemany(sql, self.endings)
-        self.endings.clear()
+        with contextlib.suppress(sqlite3.Error), self.db:  # a full disk
+            self.db.execute(sql, (status, error, *call.attempt.owner, call.turn[0] if call.turn else None))
 
     # ---- model calls
 
@@ -614,27 +597,26 @@ class Gateway:
 
     async def count_tokens(self, request: Request, data: bytes) -> Response:
         self.identify(request, "agent")
-        call = Call(("", 0), "/v1/messages", DIALECTS["/v1/messages"].ask(parse_json(data)), b"", "", {}, 1, 1)
+        call = Call(Attempt(), "/v1/messages", DIALECTS["/v1/messages"].ask(parse_json(data)), b"", "", {}, 1, 1)
         return answer({"input_tokens": len((await self.rendered(call))["token_ids"])})
 
     async def call(self, request: Request, data: bytes) -> Callable[..., Awaitable[None]]:
         path, retry = request.url.path, request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
         row = self.identify(request, "agent")
         assert row
-        owner, ask = (row["id"], row["attempts"]), DIALECTS[path].ask(parse_json(data))
+        attempt, ask = self.attempt(row), DIALECTS[path].ask(parse_json(data))
         # Equal is what asks for the same: retries of Codex have other key orders, of Claude Code ask for no stream.
         asked = {key: value for key, value in ask.body.items() if key not in ("stream", "stream_options")}
         digest = blake2b(path.encode() + orjson.dumps(asked, option=orjson.OPT_SORT_KEYS))
         group = orjson.loads(row["body"])
         sampling, room = group["sampling"], group["context_limit"] or 2**31
         limits = [ask.max_tokens, sampling.pop("max_tokens"), room]
-        attempt = self.attempt(owner)
-        call = Call(owner, path, ask, digest, f"{row['id']}-{row['attempts']}-{attempt.calls}", sampling,
+        call = Call(attempt, path, ask, digest, f"{row['id']}-{row['attempts']}-{attempt.calls}", sampling,
                     min(filter(None, limits)), room)
         earlier = self.earlier(call, retry)
         if isinstance(earlier, Call):
             return functools.partial(self.serve, earlier, ask)
-        if len(self.calls.get(owner, ())) >= self.settings.max_open_calls:
+        if len(attempt.open) >= self.settings.max_open_calls:
             attempt.failed[digest] += 1
             raise ApiError(429, f"{self.settings.max_open_calls} calls of {row['id']} are open, the most allowed",
                            "too_many_calls")
@@ -644,47 +626,33 @@ class Gateway:
             attempt.calls += 1
             changed = [key for key in sampling if ask.sampling.get(key) not in (None, sampling[key])]
             call.news = [f"override_{key}" for key in [*changed, *ask.overridden]]
-        call.engine = self.engine_of(attempt)
-        self.calls.setdefault(owner, []).append(call)
+        attempt.open[call] = None
         call.task = asyncio.create_task(self.run(call))
         call.task.add_done_callback(lambda _: self.ended(call))
         return functools.partial(self.serve, call, ask)
 
-    def engine_of(self, attempt: Attempt) -> str:
-        """An attempt stays with one engine, whose prefix cache has its earlier turns; a new one takes that with the
-        fewest attempts."""
-        if not attempt.engine:
-            load = Counter(other.engine for other in self.attempts.values())
-            attempt.engine = min(self.engine.urls, key=lambda url: load[url])
-        return attempt.engine
-
     def earlier(self, call: Call, retry: bool) -> Call | sqlite3.Row | None:
         """The open call, or the logged turn, that this request repeats: one whose client is gone and which nothing
         continues; or any, if the request says that it is a retry. Otherwise equal requests are separate samples."""
-        open_calls = [other for other in self.calls.get(call.owner, ()) if other.digest == call.digest]
-        if not open_calls and call.digest not in self.attempt(call.owner).digests:
-            return None
-        with self.db:
-            self.note_endings()
+        open_calls = [other for other in call.attempt.open if other.digest == call.digest]
         taken = {other.turn[0] for other in open_calls if other.turn}
         rows = [row for row in self.db.execute(
             'SELECT * FROM turns AS turn WHERE digest = ? AND rollout = ? AND attempt = ? AND NOT EXISTS (SELECT 1 '
             'FROM turns AS later WHERE later.rollout = turn.rollout AND later.attempt = turn.attempt AND '
             'later.parent = turn."index" AND later.shared > turn.prompt) ORDER BY "index" DESC',
-            (call.digest, *call.owner)).fetchall() if row["index"] not in taken]
+            (call.digest, *call.attempt.owner)).fetchall() if row["index"] not in taken]
         gone: list[Any] = [other for other in open_calls if not other.readers]
         gone += [row for row in rows if row["status"] != "delivered"]
         if gone or not retry:
             return gone[0] if gone else None
-        failed = self.attempt(call.owner).failed
-        if failed[call.digest]:  # it is that one's retry
-            failed[call.digest] -= 1
+        if call.attempt.failed[call.digest]:  # it is that one's retry
+            call.attempt.failed[call.digest] -= 1
             return None
         return (open_calls + rows or [None])[0]
 
     def restore(self, call: Call, row: sqlite3.Row) -> None:
         """What the log has of a turn, to be replied again, or to go on."""
-        *_, (_, ids) = self.sequences(*call.owner, row["index"])
+        *_, (_, ids) = self.sequences(*call.attempt.owner, row["index"])
         call.name, call.started_at, call.finish = row["name"], row["started_at"], row["finish_reason"]
         call.prompt, call.ids = ids[:4 * row["prompt"]], unpacked(ids[4 * row["prompt"]:])
         call.logprobs = array("d", row["logprobs"] or b"").tolist()
@@ -700,7 +668,7 @@ class Gateway:
             if call.message is None:
                 await self.render(call)
                 if not call.finish:
-                    await self.engine.ask("/inference/v1/generate", call=call)
+                    await self.engine.ask("/inference/v1/generate", call=call, engine=call.attempt.engine)
                 call.message = await self.parse(call, call.ids)
                 self.settle(call, "ok")
                 self.log_turn(call, "ok")
@@ -720,56 +688,51 @@ class Gateway:
         """Counts what happened to a call."""
         for name in [*call.news, f"call_{outcome}"]:
             self.count(name)
-        call.news, calls = [], self.attempt(call.owner).calls
-        self.db.execute("UPDATE rollouts SET calls = ? WHERE id = ? AND attempts = ?", (calls, *call.owner))
+        self.set(call.attempt.owner[0], calls=call.attempt.calls)
 
     def failed(self, call: Call, failure: ApiError) -> None:
         self.settle(call, failure.code or "error")
         if failure.status >= 500:  # a harness that gives up now is lost, not failed
-            self.set(call.owner[0], machinery=failure.message)
+            self.set(call.attempt.owner[0], machinery=failure.message)
         if failure.code == "context_length_exceeded":
-            self.set(call.owner[0], truncated=1)
+            self.set(call.attempt.owner[0], truncated=1)
         self.log_turn(call, "aborted" if failure.code == "aborted" else "error", failure.message)
         self.db.commit()
 
     async def rendered(self, call: Call) -> JSON:
-        card = await self.engine.card(call.engine)
-        call.model = card["id"]
+        card = await self.engine.card(call.attempt.engine)
+        call.model, call.room = card["id"], min(call.room, card.get("max_model_len") or 2**31)
         if not self.vocabulary and Path(str(card.get("root")), "tokenizer.json").is_file():
             self.vocabulary = Vocabulary(card["root"])
         if (prompt := call.ask.prompt) is None:
-            return await self.engine.ask("/v1/chat/completions/render", call.chat, engine=call.engine)
+            return await self.engine.ask("/v1/chat/completions/render", call.chat, engine=call.attempt.engine)
         if isinstance(prompt, str):  # of megabytes it takes seconds
-            prompt = (await asyncio.to_thread(self.tokenizer.encode_batch_fast, [prompt]))[0].ids
+            prompt = (await asyncio.to_thread(self.words().tokenizer.encode_batch_fast, [prompt]))[0].ids
         return {"token_ids": prompt}
 
-    @property
-    def tokenizer(self) -> Tokenizer:
+    def words(self) -> Vocabulary:
         if not self.vocabulary:
             raise ApiError(503, "the gateway has no tokenizer: start it with --tokenizer", "no_tokenizer")
-        return self.vocabulary.tokenizer
+        return self.vocabulary
 
     async def render(self, call: Call) -> None:
         call.address()
-        rendered, card = await self.rendered(call), await self.engine.card(call.engine)
+        rendered = await self.rendered(call)
         if not call.turn:
             spelling = self.vocabulary.spelling if self.vocabulary else None
             ids = array("i", rendered["token_ids"]).tobytes()
-            call.prompt, call.fork = self.attempt(call.owner).splice(
+            call.prompt, call.fork = call.attempt.splice(
                 ids, call.addresses, call.opening, self.settings.history, spelling)
-            call.prompt_json = orjson.dumps(rendered["token_ids"]) if call.prompt == ids else b""
-        limit = min(call.room, card.get("max_model_len") or 2**31)
         size = len(call.prompt) // 4
-        call.room = limit - size
+        call.room -= size
         if call.room < 1:
-            raise ApiError(400, f"This model's maximum context length is {limit} tokens, but the messages have "
-                                f"{size} tokens. Shorten them.", "context_length_exceeded")
+            raise ApiError(400, f"This model's maximum context length is {call.room + size} tokens, but the "
+                                f"messages have {size} tokens. Shorten them.", "context_length_exceeded")
         call.max_tokens = min(call.max_tokens, call.room)
         if stops := (rendered.get("sampling_params") or {}).get("stop_token_ids"):
             call.sampling["stop_token_ids"] = stops
         if call.ask.stop or (call.ask.stream and self.vocabulary):
-            self.tokenizer  # noqa: B018  or an error that says what is missing
-            call.text, call.channel = Text(self.vocabulary, call.ask.stop, call.ids), await self.channel(call)
+            call.text, call.channel = Text(self.words(), call.ask.stop, call.ids), await self.channel(call)
 
     async def channel(self, call: Call) -> str:
         """What this model's plain text is to the engine's parsers, which depends on how the prompt ends and on what
@@ -778,8 +741,9 @@ class Gateway:
             return "content"
         key = call.prompt[-32:], bool(call.ask.tools), repr(call.ask.extra)
         if key not in self.channels:
-            ids = self.tokenizer.encode("x y", add_special_tokens=False).ids
-            message, text = await self.parse(call, ids, probe=True), self.tokenizer.decode(ids)
+            tokenizer = self.words().tokenizer
+            ids = tokenizer.encode("x y", add_special_tokens=False).ids
+            message, text = await self.parse(call, ids, probe=True), tokenizer.decode(ids)
             kinds = (kind for kind in ("content", "reasoning") if message[kind] == text)
             self.channels = dict([*self.channels.items()][-99:]) | {key: next(kinds, "")}
         return self.channels[key]
@@ -788,17 +752,16 @@ class Gateway:
         """The message that the ids are."""
         # The end-of-turn token would leak into the text; with finish reason "stop" it is the last one.
         ids = ids[:-1] if call.finish == "stop" and not call.stop_string and not probe else ids
+        message: JSON = {}
         if call.ask.prompt is not None:
-            message: JSON = {"content": self.tokenizer.decode(ids)}
+            message = {"content": self.words().tokenizer.decode(ids)}
         elif ids:
             choice = {"index": 0, "token_ids": ids, "finish_reason": call.finish or "length", "logprobs": None}
             reply = await self.engine.ask("/v1/chat/completions/derender", {
                 "model": call.model, "generate_response": {"request_id": call.name, "choices": [choice]},
                 "prompt_tokens": len(call.prompt) // 4, "prompt_token_ids": call.prompt_ids,
-                "chat_request": call.chat}, gated=False, engine=call.engine)
+                "chat_request": call.chat}, gated=False, engine=call.attempt.engine)
             message = reply["choices"][0]["message"]
-        else:
-            message = {}
         content, calls = message.get("content"), message.get("tool_calls") or []
         if call.stop_string and content:
             content = content.partition(call.stop_string)[0]
@@ -807,38 +770,27 @@ class Gateway:
         return {"role": "assistant", "content": content, "tool_calls": calls,
                 "reasoning": message.get("reasoning") or message.get("reasoning_content")}
 
-    def ending(self, call: Call, status: str, error: str | None = None) -> None:
-        if call.turn:
-            self.endings.append((status, error, *call.owner, call.turn[0]))
-
     def ended(self, call: Call) -> None:
-        """The task is done. Without a reader the call waits out its grace time."""
+        """The task is done. With a reply, but without a reader, the call waits out its grace time."""
         call.notify()
-        if call.task.cancelled() or (call.task.exception() and not call.readers):
-            self.close(call)
+        if call.failed() and not call.readers:
+            call.attempt.open.pop(call, None)
 
     def leave(self, call: Call, delivered: bool) -> None:
         """A client has gone, with its reply or without."""
-        if call.task.done() and (delivered or call.task.cancelled() or call.task.exception()):
-            if not delivered and not call.turn and call.owner in self.attempts:
-                self.attempts[call.owner].failed[call.digest] += 1
-            self.close(call)
+        if delivered or call.failed():
+            if not delivered and not call.turn:
+                call.attempt.failed[call.digest] += 1
+            call.attempt.open.pop(call, None)
         elif not call.readers:
             asyncio.get_running_loop().call_later(self.settings.grace, self.abandon, call)
 
     def abandon(self, call: Call) -> None:
         if not call.readers and not call.task.done():
             call.task.cancel()
-        elif not call.readers and call in self.calls.get(call.owner, ()):
-            self.close(call)
+        elif not call.readers and call in call.attempt.open:
+            del call.attempt.open[call]
             self.ending(call, "aborted", "the client left before its reply, and nobody came back")
-
-    def close(self, call: Call) -> None:
-        calls = self.calls.get(call.owner, [])
-        if call in calls:
-            calls.remove(call)
-        if not calls:
-            self.calls.pop(call.owner, None)
 
     async def serve(self, call: Call, ask: Ask, _: Any, receive: Callable[..., Any], send: Callable[..., Any]) -> None:
         """Gives one client the reply of a call, or its error, in its way and as it comes. An ASGI application."""
@@ -950,15 +902,13 @@ def make_route(g: Gateway, method: str, path: str, handler: Callable[..., Awaita
     limit = MAX_EVENT if "verifier" in scopes else g.settings.max_body
 
     async def endpoint(request: Request) -> Any:
-        started, rollout = time.monotonic(), request.path_params.get("id")
+        rollout = request.path_params.get("id")
         if scopes:
             g.identify(request, scopes)
         data = await read(request, limit) if method == "POST" else b""
         sent = parse_json(data) if method == "POST" else dict(request.query_params)
         result = await checked(g.rollout(rollout) if rollout else request, **sent)
         g.db.commit()
-        if method == "POST":
-            log("request", path=request.url.path, status=200, ms=round(1000 * (time.monotonic() - started), 1))
         return result if isinstance(result, Response) else answer(result or {"ok": True})
     return Route(path, endpoint, methods=[method])
 
@@ -967,37 +917,37 @@ def create_app(settings: GatewaySettings) -> Callable[..., Awaitable[None]]:
     settings.run_dir.mkdir(parents=True, exist_ok=True)
     g = Gateway(settings)
 
-    async def failed(request: Request, error: Exception) -> Response:
-        g.db.rollback()
-        failure = as_api_error(error)
-        log("request", method=request.method, path=request.url.path[:200], status=failure.status,
-            error=failure.message[:200])
-        dialect = DIALECTS["/v1/messages" if request.url.path.startswith("/v1/messages") else "/v1/responses"]
-        return answer(dialect.error(failure), failure.status, RETRY_AFTER.get(failure.status))
-
     @contextlib.asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+    async def lifespan(_: Any) -> AsyncIterator[None]:
         # Idle sockets close before the engine's 5 s do. Proxy variables are not read: engines are near.
         pool, limits = aiohttp.TCPConnector(limit=0, keepalive_timeout=4), aiohttp.ClientTimeout(None, sock_connect=5)
         async with aiohttp.ClientSession(headers=g.engine.headers, connector=pool, timeout=limits,
                                          read_bufsize=2**20) as g.engine.http:
             yield
-            await g.cancel(call for calls in g.calls.values() for call in calls)
+            for attempt in [*g.attempts.values()]:
+                await attempt.cancel()
         g.db.close()
 
     handlers = {**dict.fromkeys(DIALECTS, g.call), "/v1/messages/count_tokens": g.count_tokens}
 
-    async def calls(scope: Any, receive: Any, send: Any) -> None:
-        """Model calls go straight to their handler: the way through all layers would be a tenth of their cost."""
-        path = scope.get("path", "")
-        if path not in handlers or scope.get("method") != "POST":
+    async def serve(scope: Any, receive: Any, send: Any) -> None:
+        """Model calls go straight to their handler: the way through a router would be a tenth of their cost."""
+        path, scope["app"] = scope.get("path", ""), app
+        if scope["type"] != "http":
             return await app(scope, receive, send)
         request = Request(scope, receive)
         try:
+            if path not in handlers or request.method != "POST":
+                return await app(scope, receive, send)
             g.authenticate(request)  # nobody else may send megabytes; the handler looks closer
             response = await handlers[path](request, await read(request, settings.max_body))
         except Exception as error:  # the boundary of one request
-            response = await failed(request, error)
+            g.db.rollback()
+            failure = as_api_error(error)
+            log("request", method=request.method, path=request.url.path[:200], status=failure.status,
+                error=failure.message[:200])
+            dialect = DIALECTS["/v1/messages" if path.startswith("/v1/messages") else "/v1/responses"]
+            response = answer(dialect.error(failure), failure.status, RETRY_AFTER.get(failure.status))
         await response(scope, receive, send)
 
     table = [("GET", "/v1/models", g.models, "agent"),
@@ -1012,16 +962,11 @@ def create_app(settings: GatewaySettings) -> Callable[..., Awaitable[None]]:
              ("POST", "/lease", g.lease, "admin"), ("POST", "/resume", g.resume, "admin"),
              ("POST", "/steps", g.steps, "admin"), ("GET", "/state", g.state, "admin"),
              ("GET", "/metrics", g.metrics, "admin"), ("GET", "/health", g.health, ""), ("GET", "/", g.health, "")]
-    kinds = (ApiError, HTTPException, ValidationError, orjson.JSONEncodeError, sqlite3.Error, ClientDisconnect,
-             Exception)
-    app = Starlette(routes=[make_route(g, *route) for route in table], lifespan=lifespan,
-                    exception_handlers=dict.fromkeys(kinds, failed))
-    return calls
+    app = Router([make_route(g, *route) for route in table], lifespan=lifespan)
+    return serve
 
 
 def main(settings: GatewaySettings) -> None:
-    if settings.die_with_parent:  # by SIGKILL, by which nothing acknowledged is lost
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     try:
         listener = socket.create_server((settings.host, settings.port), backlog=4096)
         app = create_app(settings)

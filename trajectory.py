@@ -24,7 +24,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 
@@ -78,39 +78,6 @@ class Sample:
         return sum(self.mask)
 
 
-@dataclass
-class Rollout:
-    """One attempt at one task, finished: the gateway's record with the turns of its last attempt."""
-
-    id: str
-    group: str
-    index: int
-    status: str  # succeeded | failed | lost
-    reward: float | None  # None: lost or dropped; it takes no part in the group
-    kind: str = "train"  # train | eval
-    task_id: str = ""
-    reason: str = ""
-    truncated: bool = False
-    attempts: int = 1
-    started_at: float | None = None
-    finished_at: float | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
-    turns: list[Turn] = field(default_factory=list)
-
-    @classmethod
-    def from_record(cls, record: dict[str, Any], turns: list[dict[str, Any]]) -> "Rollout":
-        """`record` as in `GET /finished`, `turns` as in `GET /rollouts/{id}/turns`; unknown fields are ignored."""
-        known = {name: record[name] for name in cls.__dataclass_fields__ if name in record and name != "turns"}
-        known["truncated"] = bool(record.get("truncated"))
-        known["metrics"] = record.get("metrics") or {}
-        return cls(**known, turns=[Turn.from_record(turn) for turn in turns])
-
-    def version_span(self) -> tuple[int, int] | None:
-        """Oldest and newest weight version that sampled a token; None where no turn says."""
-        versions = [version for turn in self.turns for version in turn.versions or () if version >= 0]
-        return (min(versions), max(versions)) if versions else None
-
-
 def assemble(turns: list[Turn], max_tokens: int | None = None) -> tuple[list[Sample], dict[str, int]]:
     """Turns in the order they were logged -> (rows in the order of their first turn, counts by reason).
 
@@ -128,9 +95,8 @@ def assemble(turns: list[Turn], max_tokens: int | None = None) -> tuple[list[Sam
     counts = dict.fromkeys(("fork", "untrainable", "undelivered", "cut", "cut_tokens", "empty"), 0)
     for position, turn in enumerate(turns):
         prompt, response = turn.prompt_ids, turn.response_ids
-        fitting = [row for row in rows if len(row.ids) <= len(prompt)]
-        fitting.sort(key=lambda row: -len(row.ids))  # stable: the earliest of equal rows comes first
-        row = next((row for row in fitting if _is_prefix(row.ids, prompt)), None)
+        fitting = (row for row in rows if _is_prefix(row.ids, prompt))
+        row = max(fitting, key=lambda row: len(row.ids), default=None)  # of equal ones the earliest
         if row is None:
             counts["fork"] += bool(rows)
             row = Sample([], [], [], [])
@@ -192,13 +158,8 @@ def continued(prompt: Sequence[int], known: Sequence[int], same: int, ends: Iter
 def after_reply(prompt: Sequence[int], known: Sequence[int]) -> int | None:
     """Where a prompt goes on after the history `known`, which ends with a sampled end-of-turn id, if the template has
     rewritten what is inside the messages of this history, but not their number: after as many end-of-turn ids."""
-    turns, position = known.count(known[-1]), -1
-    for _ in range(turns):
-        try:
-            position = prompt.index(known[-1], position + 1)
-        except ValueError:
-            return None
-    return position + 1
+    ends = (at + 1 for at, token in enumerate(prompt) if token == known[-1])
+    return next(islice(ends, known.count(known[-1]) - 1, None), None)
 
 
 def _is_prefix(ids: list[int], prompt: list[int]) -> bool:

@@ -70,14 +70,15 @@ def free_port(kept: Path | None = None) -> int:
 @dataclass
 class Child:
     name: str
-    argv: list[str]
     process: subprocess.Popen
     log: Path
 
     def last_words(self) -> str:
+        """How it ended, and the end of its output."""
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         earlier = [line for line in lines[:-8] if re.match(r"[\w.]+(Error|Exception): ", line)]  # the cause, in vLLM
-        return "\n  ".join(earlier[-2:] + lines[-8:]) or "(it printed nothing)"
+        said = "\n  ".join(earlier[-2:] + lines[-8:]) or "(it printed nothing)"
+        return f"the {self.name} ended with status {self.process.poll()}; the end of its output ({self.log}):\n  {said}"
 
 
 class ChildDied(RuntimeError):
@@ -121,7 +122,7 @@ class Children:
             process = subprocess.Popen([*tied, *argv], stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                                        start_new_session=True,
                                        env={**inherited, "PYTHONPATH": path, **(env or {})})
-        child = self.children[name] = Child(name, argv, process, log)
+        child = self.children[name] = Child(name, process, log)
         return child
 
     def ended(self, name: str) -> bool:
@@ -138,8 +139,7 @@ class Children:
         """Raises ChildDied if one has ended (`but`: the beginning of the names that their caller looks after)."""
         for child in self.children.values():
             if not (but and child.name.startswith(but)) and child.process.poll() is not None:
-                raise ChildDied(f"the {child.name} ended with status {child.process.returncode}; the end of its "
-                                f"output ({child.log}):\n  {child.last_words()}")
+                raise ChildDied(child.last_words())
 
     def wait_until(self, ready: Callable[[], bool], what: str, timeout: float, but: str = "") -> None:
         deadline = time.monotonic() + timeout
@@ -202,23 +202,18 @@ def load_tokenizer(config: Config) -> Any:
     return tokenizer
 
 
-def parsers(model: str, template: str) -> list[str]:
-    """The flags for vLLM's parsers of tool calls and reasoning that fit what the model's template tells it to write."""
-    from transformers import AutoConfig
+# vLLM's parser of the tool calls that a template tells the model to write, by what such templates hold; the first wins.
+TOOL_PARSERS = {"<function=": "qwen3_coder", "<arg_key>": "glm45", "<tool_call>": "hermes", "[TOOL_CALLS]": "mistral",
+                "Environment: ipython": "llama3_json"}
 
-    kind = AutoConfig.from_pretrained(model).model_type
-    families = {"llama": "llama3_json", "llama4": "llama4_pythonic", "mistral": "mistral", "gpt_oss": "openai",
-                "glm4_moe": "glm45", "kimi_k2": "kimi_k2", "deepseek_v3": "deepseek_v3"}
-    by_text = {"<function=": "qwen3_coder", "<tool_call>": "hermes"}  # XML, and JSON, in <tool_call>
-    tools = [parser for text, parser in by_text.items() if text in template and kind not in ("glm4_moe", "kimi_k2")]
-    tool_parser = (tools or [families.get(kind, "hermes")])[0]
-    reasoning = {"gpt_oss": "openai_gptoss", "glm4_moe": "glm45", "kimi_k2": "kimi_k2"}.get(kind, "")
+
+def parsers(template: str) -> list[str]:
+    """The flags for vLLM's parsers of tool calls and reasoning; for formats that are not known here, --vllm-args."""
+    tool_parser = next((parser for text, parser in TOOL_PARSERS.items() if text in template), "hermes")
     # A reasoning parser takes whatever has no </think> for reasoning: only where the template opens, or switches off,
     # the thinking of the reply; merely rendering that of earlier ones is not enough.
-    if not reasoning and "<think>" in template.rpartition("add_generation_prompt")[2]:
-        reasoning = "qwen3" if "qwen" in kind else "deepseek_r1"
-    return ["--enable-auto-tool-choice", "--tool-call-parser", tool_parser,
-            *(["--reasoning-parser", reasoning] if reasoning else [])]
+    thinks = "<think>" in template.rpartition("add_generation_prompt")[2]
+    return ["--enable-auto-tool-choice", "--tool-call-parser", tool_parser, *["--reasoning-parser", "qwen3"] * thinks]
 
 
 def chat_template(config: Config) -> list[str]:
@@ -232,7 +227,7 @@ def vllm_command(config: Config, device: str) -> tuple[list[str], dict[str, str]
     model = config.model
     argv = ["--model", model, "--served-model-name", Path(model).name, "--max-model-len",
             str(config.max_context_tokens), "--max-num-seqs", str(config.max_running), "--seed", str(config.seed),
-            *parsers(model, load_tokenizer(config).chat_template), *chat_template(config)]
+            *parsers(load_tokenizer(config).chat_template), *chat_template(config)]
     shape, env = AutoConfig.from_pretrained(model), {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     if shape.get_text_config() is not shape:
         argv.append("--language-model-only")  # a vision tower would lose its weights in the first sleep
@@ -283,7 +278,7 @@ class Engine:
 
     def __init__(self, url: str, key: str, name: str = "", gpus: str = "", revivable: bool = False) -> None:
         self.url, self.name, self.gpus, self.headers = url, name, gpus, {"Authorization": f"Bearer {key}"}
-        self.revivable, self.answered = revivable or bool(name), time.monotonic()
+        self.revivable = revivable or bool(name)
         # Idle connections end here before the engine's side closes them, which would look like its death.
         limits = httpx.Limits(keepalive_expiry=2)
         self.http = httpx.Client(base_url=url, headers=self.headers, timeout=600, trust_env=False, limits=limits)
@@ -296,20 +291,6 @@ class Engine:
             raise RuntimeError(f"engine {self.url}{path} answered {reply.status_code}: {reply.text[:500]}")
         return reply.json() if reply.content[:1] in (b"{", b"[") else {}
 
-    def ready(self) -> bool:
-        return healthy(self.url, self.headers)
-
-    def look(self) -> None:
-        """Whether it lives: it has failed where it refuses, and where it has been silent for long."""
-        try:
-            reply = self.http.get("/health", timeout=5)
-        except httpx.TimeoutException:
-            self.failed = self.failed or time.monotonic() - self.answered > SILENT
-        except httpx.TransportError:
-            self.failed = True
-        else:
-            self.answered, self.failed = time.monotonic(), self.failed or reply.status_code != 200
-
     def memory(self) -> float:
         """GiB in use of its GPUs, by whomever; NaN where nvidia-smi does not tell (MIG, memory that the CPU shares)."""
         query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", self.gpus]
@@ -319,17 +300,21 @@ class Engine:
         except (OSError, subprocess.CalledProcessError, ValueError):
             return math.nan
 
-    def probe(self, version: int) -> list[tuple[int, float]]:
-        """A sampled token and its log-prob after each probe prompt."""
-        result = []
-        for ids in PROBE:
+    def compare(self, version: int, probe: Any, tolerance: float) -> float:
+        """Samples a token after each prompt of PROBE: how far log-probs are from the trainer's, [8, V], on average.
+        Raises PushFailed where that is too far."""
+        gaps = []
+        for ids, row in zip(PROBE, probe):
             body = {"token_ids": ids, "sampling_params": {"max_tokens": 1, "temperature": 1.0, "logprobs": 0}}
             choice = self.post("/inference/v1/generate", body)["choices"][0]
             versions = {span["version"] for span in choice["weight_versions"]}
             if versions != {str(version)}:
                 raise PushFailed(f"engine {self.url} says that its weights are version {versions}, not {version}")
-            result.append((choice["token_ids"][0], choice["logprobs"]["content"][0]["logprob"]))
-        return result
+            gaps.append(abs(float(row[choice["token_ids"][0]]) - choice["logprobs"]["content"][0]["logprob"]))
+        if not (gap := sum(gaps) / len(gaps)) <= tolerance:
+            raise PushFailed(f"engine {self.url}: its log-probs are {gap:.2g} away from the trainer's after the push "
+                             f"of version {version} (--probe-tolerance is {tolerance:g})")
+        return gap
 
 
 # Eight prompts of 16 ids, the same for trainer and engine; ids under 256 are in every vocabulary.
@@ -338,10 +323,10 @@ PROBE = [[(37 * row * row + 101 * i * (row + 1) + 11) % 253 + 3 for i in range(1
 
 class Engines:
     """All engines of the run: those that run already, or one for each group of GPUs of this machine, reached at
-    `host`, and in rank 0 those that the other machines' first ranks started (`join`).
+    `host`, and in rank 0 those that the other machines' first ranks started.
 
     Each method asks all of them at once and waits for all. One that died meanwhile is skipped: it loses the calls it
-    had, the gateway tries them again, and `died()` says that it is to be revived.
+    had, the gateway tries them again, and `dead()` says which are to be revived.
     """
 
     def __init__(self, config: Config, device: str, children: Children, host: str = "127.0.0.1") -> None:
@@ -352,17 +337,12 @@ class Engines:
             self.engines = [Engine(url.rstrip("/"), self.key) for url in config.engine_url.split(",")]
         else:
             groups = gpu_groups(config, device)
-            ports = [config.engine_port + i if config.engine_port else free_port() for i in range(len(groups))]
-            self.engines = [Engine(f"http://{host}:{port}", self.key, f"engine{i or ''}", gpus)
-                            for i, (port, gpus) in enumerate(zip(ports, groups))]
+            self.engines = [Engine(f"http://{host}:{free_port()}", self.key, f"engine{i or ''}", gpus)
+                            for i, gpus in enumerate(groups)]
 
     @property
     def urls(self) -> list[str]:
         return [engine.url for engine in self.engines]
-
-    def join(self, urls: Iterable[str]) -> None:
-        """Adds engines of other machines."""
-        self.engines += [Engine(url, self.key, revivable=True) for url in urls]
 
     def start(self) -> None:
         """Starts those that are ours and not running. To be called while the trainer holds no GPU memory."""
@@ -386,23 +366,21 @@ class Engines:
                                               str(self.key_file), "--die-with-parent"], env | own, python)
 
     def wait_ready(self) -> None:
-        waiting = lambda: [engine for engine in self.engines if not engine.ready()]  # noqa: E731
-        urls = ", ".join(self.urls)
-        self.children.wait_until(lambda: not waiting(), f"the engines at {urls} (not all)", START_SECONDS)
-
-    def died(self) -> bool:
-        """Whether one that can be revived has ended, or does not answer."""
-        return bool(self.dead())
+        ready = lambda: all(healthy(engine.url, engine.headers) for engine in self.engines)  # noqa: E731
+        self.children.wait_until(ready, f"the engines at {', '.join(self.urls)} (not all)", START_SECONDS)
 
     def dead(self) -> list[str]:
-        """Their URLs."""
+        """URLs of those that can be revived, and have ended or do not answer."""
         return [engine.url for engine in self.engines
                 if engine.revivable and (engine.failed or self.children.ended(engine.name))]
 
     def look(self) -> None:
-        """Asks each that can be revived whether it lives."""
-        with ThreadPoolExecutor(len(self.engines)) as pool:
-            list(pool.map(Engine.look, [engine for engine in self.engines if engine.revivable]))
+        """Asks each that can be revived whether it lives: it does not where it refuses, or is silent for long."""
+        def ask(engine: Engine) -> None:
+            if engine.revivable:
+                engine.failed = engine.http.get("/health", timeout=SILENT).status_code != 200
+
+        self.everywhere(ask)
 
     def revive(self, dead: list[str]) -> None:
         """Starts those of this machine among the dead (URLs) again. They have the model's original weights, and get no
@@ -413,7 +391,7 @@ class Engines:
         self.restarts += 1
         for engine in self.engines:
             if engine.url in dead:
-                engine.failed, engine.answered = False, time.monotonic()
+                engine.failed = False
                 if engine.name:
                     self.children.kill(engine.name)
         self.start()
@@ -457,15 +435,8 @@ class Engines:
         for path, params in (("/wake_up", {"tags": "kv_cache"}), ("/reset_prefix_cache", {}), ("/resume", {})):
             self.everywhere(lambda engine: engine.post(path, **params))
         tolerance = self.config.probe_tolerance or (0.1 if self.device == "cuda" else 1e-3)
-        worst = 0.0
-        for engine, sampled in zip(self.engines, self.everywhere(lambda engine: engine.probe(version))):
-            if sampled:
-                gap = sum(abs(float(row[token]) - p) for row, (token, p) in zip(probe, sampled)) / len(sampled)
-                if not gap <= tolerance:
-                    raise PushFailed(f"engine {engine.url}: its log-probs are {gap:.2g} away from the trainer's after "
-                                     f"the push of version {version} (--probe-tolerance is {tolerance:g})")
-                worst = max(worst, gap)
-        return {"probe_gap": worst}
+        gaps = self.everywhere(lambda engine: engine.compare(version, probe, tolerance))
+        return {"probe_gap": max((gap for gap in gaps if gap is not None), default=0.0)}
 
     # The four methods of vLLM's weight transfer client, for all engines.
 
@@ -502,7 +473,7 @@ def push_weights(engines: Engines | None, weights: Weights, version: int, config
     size = send(engines, weights)
     if engines:
         engines.everywhere(lambda engine: engine.post("/update_weight_version", {"new_version": str(version)}))
-    complete, seconds = bool(engines and not engines.died()), time.monotonic() - start
+    complete, seconds = bool(engines and not engines.dead()), time.monotonic() - start
     return complete, {"push_seconds": seconds, "push_gb": size / 1e9, "push_gb_per_second": size / 1e9 / seconds}
 
 
@@ -529,7 +500,7 @@ def send_over_ipc(engines: Engines | None, weights: Weights) -> int:
 
 def send_through_files(engines: Engines | None, weights: Weights) -> int:
     """Rank 0 writes a file for each bucket, which the engines read and which are removed then. Where the engines are
-    ours and there is room, it is in our memory, named by a link: nothing of it outlives us."""
+    ours, it is in our memory, named by a link: nothing of it outlives us."""
     from safetensors.torch import save
 
     sizes = [tensor.nbytes for _, tensor in weights()]
@@ -538,8 +509,7 @@ def send_through_files(engines: Engines | None, weights: Weights) -> int:
         directory = engines.config.run_dir.absolute() / "weights"
         shutil.rmtree(directory, ignore_errors=True)  # of a trainer that was killed in a push
         directory.mkdir(parents=True)
-        free = int(re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024
-        in_memory = all(engine.name for engine in engines.engines) and free > 2 * sum(sizes)
+        in_memory = all(engine.name for engine in engines.engines)
     for number, ((name, tensor), after) in enumerate(zip(weights(), [*sizes[1:], BUCKET])):
         full = whole(tensor)  # on every rank
         if engines:

@@ -18,6 +18,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from starlette.responses import JSONResponse
+
 KEY_FILE = "HARNESSED_ENGINE_KEY_FILE"  # names the file: the key itself is in no environment and no command line
 FLAGS = ["--middleware", "vllm_server.AskKey", "--worker-extension-cls", "vllm_server.TiedReload", "--enable-scale-out",
          "--logprobs-mode", "processed_logprobs"]  # log-probs at the sampling temperature
@@ -33,13 +35,9 @@ class AskKey:
         given = dict(scope.get("headers", ())).get(b"authorization", b"")
         if scope["type"] == "lifespan" or hmac.compare_digest(given, self.token):
             await self.app(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close"})
         else:
-            body = b'{"error": {"message": "the engine\'s key is missing or wrong", "code": 401}}'
-            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-            await send({"type": "http.response.start", "status": 401, "headers": headers})
-            await send({"type": "http.response.body", "body": body})
+            error = {"message": "the engine's key is missing or wrong", "code": 401}
+            await JSONResponse({"error": error}, 401)(scope, receive, send)
 
 
 def read_key(path: str) -> bytes:

@@ -438,7 +438,7 @@ def main() -> None:
         with open(directory / "stderr", "wb") as stderr:
             gateway = subprocess.Popen(
                 [sys.executable, str(ROOT / "gateway.py"), "--run-dir", folder, "--engine-url", engine, "--port",
-                 str(ports["gateway"]), "--die-with-parent"], stderr=stderr)
+                 str(ports["gateway"])], stderr=stderr)
         os.sched_setaffinity(gateway.pid, {0})
         os.sched_setaffinity(0, {1})
         for port in ports.values():

@@ -32,6 +32,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # of several, one
 try:
     import torch
     import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
     from transformers import AutoModelForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
     import trainer
@@ -164,6 +165,7 @@ class Check:
         finally:
             trainer.load_scorer = load
         policy.sharded = policy.moves = True
+        policy.cpu_mesh = init_device_mesh("cpu", (1,))
         return policy
 
     def seconds(self, do: Callable[[], Any]) -> tuple[float, Any]:

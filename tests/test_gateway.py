@@ -927,7 +927,7 @@ def test_differences_restore_every_sequence(sequences: list[list[int]], most: in
         known = [sequence for sequence, _ in attempt.branches.values()]
         slow = max((len(os.path.commonprefix([sequence, pack(ids)])) // 4 for sequence in known), default=0)
         shared, goes_on, parent = attempt.parent(pack(ids))
-        attempt.add(index, pack(ids), (shared, goes_on, parent), None, b"", b"")
+        attempt.add(index, pack(ids), (shared, goes_on, parent), None, b"")
         assert shared == slow and len(attempt.branches) <= most and attempt.branches[index][0] == pack(ids)
         assert goes_on == (not known or any(pack(ids[:shared]) == sequence for sequence in known))
         ends = attempt.branches[index][1]
@@ -1053,20 +1053,17 @@ def test_a_port_or_run_in_use_is_one_line_and_exit_2(process: Server, tmp_path: 
 
 
 def test_it_dies_with_its_parent(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        str(ROOT / "gateway.py"),
-        "--run-dir",
-        str(tmp_path),
-        "--engine-url",
-        "http://127.0.0.1:9",
-        "--die-with-parent",
-    ]
-    code = (
-        f"import subprocess, time; p = subprocess.Popen({command!r}, stderr=subprocess.PIPE); p.stderr.readline(); "
-        "print(p.pid, flush=True)"
-    )
-    pid = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30).stdout)
+    """By whatever that ends, if it started it as the trainer does."""
+    command = [str(ROOT / "gateway.py"), "--run-dir", str(tmp_path), "--engine-url", "http://127.0.0.1:9"]
+    code = f"""import os, pathlib, vllm_control
+child = vllm_control.Children(pathlib.Path({str(tmp_path)!r})).start("gateway", {command!r})
+while b"listening" not in child.log.read_bytes():
+    pass
+print(child.process.pid, flush=True)
+os.kill(os.getpid(), 9)"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert done.returncode == -9, done.stderr
+    pid = int(done.stdout)
     for _ in range(100):
         if not Path(f"/proc/{pid}").exists() or "zombie" in Path(f"/proc/{pid}/status").read_text():
             return

@@ -309,7 +309,7 @@ def history(mode: str, prompt: list[int], messages: list[dict]) -> tuple[list[in
     attempt, addresses = Attempt(), [address(b"", FIRST)]
     reply = address(addresses[0], {"role": "assistant", "content": "hello", "reasoning": "hm", "tool_calls": []})
     known = array("i", [1, 2, 3, 4, 2]).tobytes()
-    attempt.add(0, known, attempt.parent(known), reply, addresses[0], b"")
+    attempt.add(0, known, attempt.parent(known), reply, addresses[0])
     now = []
     for message in messages:
         now.append(address(now[-1] if now else b"", message))

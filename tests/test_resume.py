@@ -288,7 +288,7 @@ class Finished:
     def nothing(self, *_: object, **__: object) -> None:
         pass
 
-    check = look = died = progress = nothing
+    check = look = dead = progress = nothing
 
 
 def test_a_resumed_run_reads_the_whole_log_before_it_decides(tmp_path: Path) -> None:

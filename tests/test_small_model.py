@@ -294,6 +294,7 @@ def scripted() -> Iterator[tuple[str, list[dict], list[object]]]:
 def run_agent(url: str, workdir: Path, monkeypatch: pytest.MonkeyPatch, **task: object) -> str:
     for name, value in (("OPENAI_BASE_URL", f"{url}/v1"), ("OPENAI_API_KEY", "key"), ("MODEL_NAME", "m")):
         monkeypatch.setenv(name, value)
+    (workdir / "result").mkdir(exist_ok=True)  # as the controller does
     agents.search_agent({"id": "t", "question": "Q?", "search_url": f"{url}/search", **task}, workdir)
     return (workdir / "result" / "answer.txt").read_text()
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import trajectory
-from trajectory import Rollout, Sample, Turn, after_reply, assemble, continued
+from trajectory import Sample, Turn, after_reply, assemble, continued
 
 P1, R1, R2, R3 = [1, 2, 3], [10, 11], [20, 21], [30]
 Q1, Q1R, Q2R = [7, 8], [70], [71, 72]
@@ -295,50 +295,11 @@ def test_a_thousand_rows_that_differ_late_stay_fast() -> None:
 # Records
 
 
-def test_a_rollout_from_the_gateways_records() -> None:
-    record = {
-        "id": "train.3.1",
-        "group": "train.3",
-        "index": 1,
-        "kind": "train",
-        "task_id": "t",
-        "status": "succeeded",
-        "reason": "",
-        "reward": 1.0,
-        "metrics": None,
-        "truncated": 0,
-        "attempts": 2,
-        "turns": 1,
-        "exit_status": 0,
-        "seq": 9,
-        "started_at": 1.0,
-        "finished_at": 2.0,
-        "calls": 1,
-        "sampled_tokens": 2,
-    }
-    turns = [
-        {
-            "index": 0,
-            "prompt_ids": P1,
-            "response_ids": R1,
-            "logprobs": [-1, -2],
-            "versions": [3, 5],
-            "messages": [],
-            "finish_reason": "stop",
-            "status": "ok",
-            "error": None,
-        }
-    ]
-    rollout = Rollout.from_record(record, turns)
-    assert (rollout.group, rollout.reward, rollout.attempts, rollout.truncated, rollout.metrics) == (
-        "train.3",
-        1.0,
-        2,
-        False,
-        {},
-    )
-    assert rollout.version_span() == (3, 5) and trained(assemble(rollout.turns)[0]) == [R1]
-    assert Rollout.from_record(record, []).version_span() is None
+def test_a_turn_from_the_gateways_record() -> None:
+    record = {"index": 0, "prompt_ids": P1, "response_ids": R1, "logprobs": [-1, -2], "versions": [3, 5], "messages": [],
+              "finish_reason": "stop", "status": "ok", "error": None}
+    turn = Turn.from_record(record)
+    assert (turn.prompt_ids, turn.versions) == (P1, [3, 5]) and trained(assemble([turn])[0]) == [R1]
 
 
 def test_a_row_of_unequal_lengths_cannot_be_made() -> None:

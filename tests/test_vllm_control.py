@@ -142,17 +142,17 @@ def test_a_killed_engine_comes_back_with_the_current_weights(served: Served) -> 
     served.hand_over(model, 3)
     child = served.children.children["engine"].process
     group = subprocess.run(["pgrep", "-g", str(child.pid)], capture_output=True, text=True).stdout.split()
-    assert not served.engines.died()
+    assert not served.engines.dead()
     child.send_signal(signal.SIGKILL)  # what it started may live on
     child.wait()
-    assert served.engines.died()
+    assert served.engines.dead()
     served.engines.revive(served.engines.dead())
     served.engines.wait_ready()
     assert served.engines.restarts == 1
     assert not [pid for pid in group if Path(f"/proc/{pid}").exists()]
     served.hand_over(model, 3)  # no update in between
     ids, logprobs, versions = served.sampled()
-    assert gap(model, ids, logprobs) < 1e-4 and versions == {"3"} and not served.engines.died()
+    assert gap(model, ids, logprobs) < 1e-4 and versions == {"3"} and not served.engines.dead()
 
 
 @pytest.mark.parametrize("served", ["embedded-tied"], indirect=True)
@@ -164,7 +164,7 @@ def test_an_engine_that_dies_in_a_push_is_told(served: Served) -> None:
     served.engines.pause()
     served.engines.sleep()
     complete, _ = push_weights(served.engines, weights_of(model), 9, served.config, "cpu")
-    assert not complete and served.engines.died()
+    assert not complete and served.engines.dead()
     served.engines.revive(served.engines.dead())
     served.engines.wait_ready()
     served.hand_over(model, 9)
@@ -178,12 +178,12 @@ def test_an_engine_that_hangs_is_started_again(served: Served, monkeypatch: pyte
     child = served.children.children["engine"].process
     child.send_signal(signal.SIGSTOP)
     served.engines.look()
-    assert served.engines.died()  # the look alone waits 5 s
+    assert served.engines.dead()  # the look alone waits 5 s
     served.engines.revive(served.engines.dead())
     served.engines.wait_ready()
     served.hand_over(served.trainer(0), 10)
     served.engines.look()
-    assert served.sampled()[2] == {"10"} and not served.engines.died() and child.poll() is not None
+    assert served.sampled()[2] == {"10"} and not served.engines.dead() and child.poll() is not None
 
 
 # ---- whole runs
@@ -244,14 +244,13 @@ def test_a_run_with_vllm_and_two_ranks_learns_what_one_with_the_embedded_engine_
 # ---- one thing at a time
 
 
-def test_parsers_fit_what_the_template_tells_the_model_to_write(tmp_path: Path) -> None:
+def test_parsers_fit_what_the_template_tells_the_model_to_write() -> None:
     think = CHAT_TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
     assert think != CHAT_TEMPLATE
     for template, flags in [(CHAT_TEMPLATE, ["hermes"]), (think, ["hermes", "--reasoning-parser", "qwen3"]),
                             (think.replace('{"name": "', "<function="), ["qwen3_coder", "--reasoning-parser", "qwen3"]),
                             ("<think>" + CHAT_TEMPLATE, ["hermes"])]:  # thinking of earlier turns only
-        model = make_tiny_model(tmp_path / "model", template=template)
-        assert vllm_control.parsers(str(model), template) == ["--enable-auto-tool-choice", "--tool-call-parser", *flags]
+        assert vllm_control.parsers(template) == ["--enable-auto-tool-choice", "--tool-call-parser", *flags]
 
 
 def test_what_vllm_is_started_with(tmp_path: Path) -> None:
@@ -286,7 +285,8 @@ def test_several_engines_that_run_already(tmp_path: Path) -> None:
         engines.sleep()
         assert push_weights(engines, weights_of(new), 4, config, "cpu")[0]
         assert engines.resume(4, probe_of(new))["probe_gap"] < 1e-4
-        assert [engine.probe(4) and engine.name for engine in engines.engines] == ["", ""] and not engines.died()
+        assert [engine.compare(4, probe_of(new), 1e-4) < 1e-4 and engine.name for engine in engines.engines] == ["", ""]
+        assert not engines.dead()
         children.kill(f"other{ports[1]}")
         with pytest.raises(ChildDied, match="does not answer"):  # nobody here can start it again
             engines.pause()
@@ -364,7 +364,7 @@ def recorded(tmp_path: Path, memory: list[float]) -> tuple[Engines, list[str]]:
     engine.gpus, engine.idle_memory, readings = "0", 0.5, iter(memory)
     engine.memory = lambda: next(readings)
     engine.post = lambda path, body=None, **params: asked.append(" ".join([path, *map(str, params.values()), *map(str, body or ())])) or {}
-    engine.probe = lambda version: [(0, -1.0)] * len(PROBE)
+    engine.compare = lambda version, probe, tolerance: 0.0
     return engines, asked
 
 
