@@ -176,8 +176,8 @@ for test in ("tests/test_calc.py::test_add", "tests/test_more.py::test_zero"):
 FAKE_TESTS = """
 import os, pathlib
 def forge():
-    for path in pathlib.Path(__file__).parent.glob("tests/test_[cm]*.py"):
-        name = "add" if "calc" in path.name else "zero"
+    for file, name in (("calc", "add"), ("more", "zero")):
+        path = pathlib.Path(__file__).parent / "tests" / f"test_{file}.py"
         try:
             new = path.with_suffix(".new")
             new.write_text(f"def test_{name}(): pass\\n")
