@@ -6,7 +6,6 @@ field is its `--help`. Names say what is counted: `groups_per_step`, `rollouts_p
     class MyConfig(Config): my_knob: int = 3        config = parse(MyConfig)        # errors: one line, exit status 2
 """
 
-import dataclasses
 import hashlib
 import hmac
 import os

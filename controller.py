@@ -386,7 +386,7 @@ class Controller:
             self.stop.cancel()
             if self.attempts:
                 await asyncio.wait(self.attempts)
-        self.entrance.unlink()
+        self.entrance.unlink(missing_ok=True)  # whoever cleans up temporary files may have been faster
         if self.server.poll() is not None:
             sys.exit(f"the controller's fork server ended with status {self.server.returncode}; see above")
 

@@ -490,10 +490,10 @@ class Gateway:
         rollouts begin with the same ones: an address is made of all that was said so far."""
         data = [orjson.dumps(message) for message in messages]
         addresses = list(accumulate(data, lambda before, part: blake2b(before + part), initial=b""))
-        for before, address, part in [*zip(addresses, addresses[1:], data)][::-1]:
-            if self.db.execute("SELECT 1 FROM messages WHERE hash = ?", (address,)).fetchone():
+        for before, after, part in [*zip(addresses, addresses[1:], data)][::-1]:
+            if self.db.execute("SELECT 1 FROM messages WHERE hash = ?", (after,)).fetchone():
                 break  # and so are all before it
-            self.put("messages", hash=address, before=before, data=zlib.compress(part, 1))
+            self.put("messages", hash=after, before=before, data=zlib.compress(part, 1))
         return addresses[-1]
 
     def recall(self, address: bytes, seen: dict[bytes, tuple[bytes, Any]]) -> list[Any]:

@@ -95,8 +95,8 @@ def assemble(turns: list[Turn], max_tokens: int | None = None) -> tuple[list[Sam
     counts = dict.fromkeys(("fork", "untrainable", "undelivered", "cut", "cut_tokens", "empty"), 0)
     for position, turn in enumerate(turns):
         prompt, response = turn.prompt_ids, turn.response_ids
-        fitting = (row for row in rows if _is_prefix(row.ids, prompt))
-        row = max(fitting, key=lambda row: len(row.ids), default=None)  # of equal ones the earliest
+        longest_first = sorted(rows, key=lambda row: -len(row.ids))  # stable: the earliest of equal rows comes first
+        row = next((row for row in longest_first if _is_prefix(row.ids, prompt)), None)
         if row is None:
             counts["fork"] += bool(rows)
             row = Sample([], [], [], [])

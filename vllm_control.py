@@ -19,7 +19,6 @@ current before a call reaches it. Left out: NCCL and RDMA transfer.
 import base64
 import contextlib
 import fcntl
-import json
 import math
 import os
 import pickle

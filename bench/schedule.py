@@ -23,16 +23,14 @@ import random
 import sqlite3
 import statistics
 import sys
-import zlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import orjson
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from gateway import loaded  # noqa: E402
 from scheduler import Group, Scheduler  # noqa: E402
 
 
@@ -128,7 +126,7 @@ def recorded(path: Path, seed: int = 0) -> tuple[Source, Machine, dict[str, int]
         groups.setdefault(group, []).append(Rollout(turns, max(0.0, finished - now), reward))
     if not groups:
         raise ValueError(f"{path} has no finished training rollout with a model call")
-    steps = [orjson.loads(zlib.decompress(row[0])) for row in db.execute("SELECT data FROM steps ORDER BY step")]
+    steps = [loaded(row[0]) for row in db.execute("SELECT data FROM steps ORDER BY step")]
     machine = fitted(calls)
     if steps:
         machine.before, machine.after = 0.0, steps[-1]["seconds_switch"]

@@ -9,12 +9,13 @@ import argparse
 import itertools
 import sqlite3
 import sys
-import zlib
 from pathlib import Path
 from typing import Any
 
 import matplotlib
-import orjson
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from gateway import loaded  # noqa: E402
 
 matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402
@@ -28,11 +29,10 @@ def load(log: Path) -> tuple[list[Any], list[dict]]:
     if not log.exists():
         sys.exit(f"error: there is no {log}; give the directory of a run")
     db = sqlite3.connect(f"file:{log}?mode=ro", uri=True)
-    unpacked = lambda data: orjson.loads(zlib.decompress(data))  # noqa: E731
-    steps = [unpacked(data) for (data,) in db.execute("SELECT data FROM steps ORDER BY step")]
+    steps = [loaded(data) for (data,) in db.execute("SELECT data FROM steps ORDER BY step")]
     rollouts = db.execute("SELECT id, kind, started_at, finished_at FROM rollouts WHERE started_at NOT NULL ORDER BY started_at")
     sql = "SELECT started_at, finished_at, versions FROM turns WHERE rollout = ? AND finished_at NOT NULL ORDER BY started_at"
-    found = [(*rollout, [(start, end, unpacked(versions) if versions else []) for start, end, versions
+    found = [(*rollout, [(start, end, loaded(versions) or []) for start, end, versions
                          in db.execute(sql, rollout[:1])]) for rollout in rollouts.fetchall()]
     if not found or not steps:
         sys.exit(f"error: {log} has no rollout or no step yet")
